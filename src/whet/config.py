@@ -346,6 +346,9 @@ def read_config(path: Path, overrides: Sequence[str] = (), expand: Expand = "all
     if path.name == "config.yaml":  # of a run folder
         check_run_format(path.parent)
     config = load_config(Config, path, overrides, expand)
-    name = config.run.name or (path.parent.name if path.name == "config.yaml" else path.stem)
-    run = config.run.model_copy(update={"name": name})
-    return config.model_copy(update={"run": run})
+    return name_config(config, path.parent.name if path.name == "config.yaml" else path.stem)
+
+
+def name_config(config: Config, name: str) -> Config:
+    """The configuration with run.name, if it has none."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": config.run.name or name})})

@@ -10,8 +10,6 @@ import typer
 from whet.cli.common import JsonOption, QuietOption, cli_command
 from whet.core.errors import UsageError, WhetError
 
-DEFAULT_MODEL = "builtin:smollm2"
-
 
 @cli_command
 def init(
@@ -23,7 +21,7 @@ def init(
     ] = None,
     model: Annotated[
         str, typer.Option(metavar="MODEL", help="A model folder, a hub id, or a name from --list.")
-    ] = DEFAULT_MODEL,
+    ] = "builtin:smollm2",
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Where to write it; default: NAME.yaml here.")
     ] = None,
@@ -39,7 +37,7 @@ def init(
         raise UsageError("DATA is missing: give a file, such as `whet init my.csv`, or --list")
     from whet.core.console import info
     from whet.core.files import atomic_write, move_aside
-    from whet.preflight.recipe_proposal import propose_recipe, render_recipe
+    from whet.preflight.recipe_proposal import propose_recipe, recipe_name, render_recipe
 
     file = out or Path(f"{recipe_name(data)}.yaml")
     if file.exists() and not fresh:
@@ -54,12 +52,6 @@ def init(
     info(f"{text}\nwritten to {file}. Next:\n  whet inspect {file}\n  whet check {file}\n  whet train {file}")
     return {"recipe": str(file), "settings": {each.key: each.value for each in settings},
             "reasons": {each.key: each.reason for each in settings if each.reason}}  # fmt: skip
-
-
-def recipe_name(data: str) -> str:
-    """The name of a recipe, and of its run, for data: `fragen` for daten/fragen.csv.gz."""
-    name = Path(data.rstrip("/").rpartition(":")[2] or "data").name
-    return name.split(".")[0] or "data"
 
 
 def _list_models() -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,9 +20,6 @@ from whet.cli.common import (
 from whet.core import launch_env
 from whet.core.errors import StoppedError, UsageError
 from whet.core.signals import StopRequested, raise_on_stop_signals
-
-if TYPE_CHECKING:
-    from whet.config import Config
 
 
 @cli_command
@@ -75,8 +71,12 @@ def train(
             from whet.core.run_folder import move_run_aside, read_status
             from whet.model.load.weight_files import prefetch_weights
 
-            read = _read_data_file if is_data_file(recipe) else read_config
-            config = read(recipe, overrides or [])
+            if is_data_file(recipe):
+                from whet.preflight.recipe_proposal import propose_config
+
+                config = propose_config(recipe, overrides or [])
+            else:
+                config = read_config(recipe, overrides or [])
             prefetch_weights(config.model.path, config.model.revision)
             with import_without_gc():  # after the recipe is read: a mistake in it is reported at once
                 from whet.run import trial
@@ -98,25 +98,6 @@ def train(
             return _report(config.folder, smoke, dry_run, was_finished) if is_main else {}
     except StopRequested:
         raise StoppedError("stopped on request. Start it again to continue (whet train: with --resume)") from None
-
-
-def _read_data_file(file: Path, overrides: list[str]) -> Config:
-    """The configuration that `whet init` would write for a data file."""
-    from whet.cli.init import DEFAULT_MODEL, recipe_name
-    from whet.config import read_config
-    from whet.core.console import info
-    from whet.preflight.recipe_proposal import propose_recipe, render_recipe
-
-    given = dict(text.partition("=")[::2] for text in overrides)
-    text = render_recipe(
-        propose_recipe(str(file), given.get("model.path", DEFAULT_MODEL), guess=False),
-        f"Proposed for {file}; `whet init {file}` writes it to a file that you can edit.",
-    )
-    info(text)
-    with tempfile.TemporaryDirectory() as folder:
-        recipe = Path(folder) / f"{recipe_name(str(file))}.yaml"
-        recipe.write_text(text)
-        return read_config(recipe, overrides)
 
 
 def _report(folder: Path, smoke: bool, dry_run: bool, was_finished: bool) -> dict[str, Any]:

@@ -64,6 +64,11 @@ def load_config(
 def read_tree(root: type[Section], path: Path | None, overrides: Sequence[str] = (), expand: Expand = "all") -> Node:
     """A recipe with the recipes it extends and KEY=VALUE overrides, not validated: every value has its place."""
     tree = _read_with_parents(path, root, (), {}, expand) if path else Node({}, "defaults")
+    return apply_overrides(root, tree, overrides)
+
+
+def apply_overrides(root: type[Section], tree: Node, overrides: Sequence[str]) -> Node:
+    """The tree with KEY=VALUE overrides."""
     given = Node({}, "command line")
     for text in overrides:  # merged first: two alternatives on one command line are an error, the last does not win
         given = merge_trees(given, _parse_override(text), None)

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whet.config import Config
+from whet.config import Config, name_config
+from whet.core.config import apply_overrides, validate_config
 from whet.core.console import info
 from whet.core.errors import WhetError, first_line
 from whet.core.files import resolve_path
 from whet.core.resources import available_memory
-from whet.core.yaml import dump_yaml_inline
+from whet.core.yaml import dump_yaml_inline, parse_yaml
 from whet.data.config import Source
 from whet.data.conversation import Conversation, PlainText
 from whet.data.read.sources import SourceReader, expected_records, propose_source
@@ -25,6 +26,7 @@ from whet.model.load.weight_files import locate_model
 from whet.preflight.known_models import KnownModel, find_known
 from whet.run.data import prepare_data
 
+DEFAULT_MODEL = "builtin:smollm2"
 _SAMPLED_RECORDS = 2000
 _LONGEST_CONTEXT = 32_768
 """The most tokens that a proposal allows for a conversation; a longer max_length is a decision of the user's."""
@@ -72,6 +74,34 @@ def propose_recipe(path: str, model: str, guess: bool = True) -> list[Setting]:
         *_length_settings(data),
         *_training_settings(data, known, is_adapter=_uses_adapter(model_path, known, data)),
     ]
+
+
+def propose_config(file: Path, overrides: Sequence[str]) -> Config:
+    """The configuration that `whet init` would write for a data file; columns are not guessed."""
+    given = dict(text.partition("=")[::2] for text in overrides)
+    settings = propose_recipe(str(file), given.get("model.path", DEFAULT_MODEL), guess=False)
+    text = render_recipe(settings, f"Proposed for {file}; `whet init {file}` writes it to a file that you can edit.")
+    info(text)
+    tree = apply_overrides(Config, parse_yaml(text, f"whet init {file}", numbered=False), overrides)
+    return name_config(validate_config(Config, tree), recipe_name(str(file)))
+
+
+def recipe_name(data: str) -> str:
+    """The name of a recipe, and of its run, for data: `fragen` for daten/fragen.csv.gz."""
+    name = Path(data.rstrip("/").rpartition(":")[2] or "data").name
+    return name.split(".")[0] or "data"
+
+
+def nest_settings(settings: Sequence[Setting]) -> dict[str, Any]:
+    """The settings as a recipe."""
+    recipe: dict[str, Any] = {}
+    for setting in settings:
+        *parents, key = setting.key.split(".")
+        section = recipe
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[key] = setting.value
+    return recipe
 
 
 def render_recipe(settings: Sequence[Setting], heading: str) -> str:
