@@ -63,6 +63,12 @@ def counted_costs(run: Path) -> Costs | None:
     return _with_price(total, read_price(run))
 
 
+def counted_device_hours(run: Path) -> float | None:
+    """The device hours of `counted_costs`, without reading the recipe for the price: a list has a thousand runs."""
+    found = [costs.device_hours for each in read_sessions(run) if (costs := _session_costs(each)) is not None]
+    return sum(found) if found else None
+
+
 def predicted_costs(run: Path) -> Costs | None:
     """What the whole run was predicted to cost after its first steps; None for a run that was shorter."""
     found = _read(run).get("predicted")

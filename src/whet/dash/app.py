@@ -38,6 +38,7 @@ RunName = Annotated[str, Query(alias="run", max_length=1000)]
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 LIMITS = Limits(body_bytes=2**18)
+_MAX_ANSWERS = 16
 _MAX_FILES = 64
 """Runs whose metrics are kept in memory."""
 
@@ -108,11 +109,15 @@ def create_app(root: Path, feeds: Feeds) -> FastAPI:
         file = metrics.get(folders.find(name))
         with file.lock:
             is_complete = file.refresh(0.5)
+            query = (x, low, high, points, smoothing)
+            if (kept := file.answers.get(query)) is not None:
+                return json_response(kept)
             beta = smoothing_beta(file.steps.rows) if smoothing is None else smoothing
             charts = read_curves(file, x, low, high, points, beta)
-            return json_response(
-                {"charts": charts, "complete": is_complete, "rows": file.steps.rows, "smoothing": beta}
-            )
+            answer = {"charts": charts, "complete": is_complete, "rows": file.steps.rows, "smoothing": beta}
+            if len(file.answers) < _MAX_ANSWERS:
+                file.answers[query] = answer
+            return json_response(answer)
 
     @app.get("/api/run/ledger")
     def ledger(

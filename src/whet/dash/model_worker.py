@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -72,8 +74,6 @@ def _replay(request: dict[str, Any], send: Sender) -> None:
 
 def _chat(request: dict[str, Any], send: Sender) -> None:
     """The answers of one model, or of two that share what they can, to the same messages."""
-    from dataclasses import replace
-
     from whet.data.conversation import Message
     from whet.inference.chat import ChatSession
     from whet.inference.sampling import Sampling
@@ -82,12 +82,17 @@ def _chat(request: dict[str, Any], send: Sender) -> None:
     for place, model in enumerate(_load(tuple(request["models"]), send)):
         messages = [Message(each["role"], each["content"]) for each in request["messages"][place]]
         session = ChatSession(replace(model, sampling=sampling))
-        reply = session.answer(messages, show=lambda text, place=place: send({"model": place, "text": text}))
+        reply = session.answer(messages, show=partial(_send_text, send, place))
         explained = [token.as_dict() for token in model.explain(reply)]
         send({
             "model": place, "answer": reply.text, "stopped": reply.finish_reason, "tokens": len(reply.ids),
             "explain": explained,
         })  # fmt: skip
+
+
+def _send_text(send: Sender, place: int, text: str) -> None:
+    if text:
+        send({"model": place, "text": text})
 
 
 def _load(references: tuple[str, ...], send: Sender) -> list[Any]:

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from whet.checkpoint.directory import lower_is_better
-from whet.core.checksums import read_hashed_json
+from whet.core.costs import counted_device_hours
 from whet.core.errors import WhetError, first_line
 from whet.core.files import atomic_write, cache_dir, hash_json
 from whet.core.run_folder import Owner, read_owner, read_status
 from whet.core.yaml import parse_yaml
 from whet.runs.metrics_tail import MetricsTail
 
-_INDEX_VERSION = 2  # raise it when facts have other fields or another meaning
-_FILES = ("config.yaml", "slurm/recipe.yaml", "status.json", "metrics.jsonl", "lock", "plan.json")
+_INDEX_VERSION = 3  # raise it when facts have other fields or another meaning
+_FILES = ("config.yaml", "slurm/recipe.yaml", "status.json", "metrics.jsonl", "lock", "usage.json")
 _SETTLED_S = 2.0  # a file that changed a moment ago may change again without a new time
 _SECTION = re.compile(r"^(?:run|eval):\n((?:[ \t#-].*\n|\n)*)", re.MULTILINE)
 _PLAIN_VALUE = re.compile(r"^  (project|best): ([A-Za-z][\w./-]*)$", re.MULTILINE)
@@ -49,10 +49,8 @@ class RunFacts:
     longest_gap_s: float
     tags: tuple[str, ...]
     tokens: int | None
-    step_seconds: float
-    """The time of all steps."""
-    world: int
-    """Processes, of the last start."""
+    device_hours: float | None
+    """Of all devices and starts together; None for runs of earlier versions."""
     problems: tuple[str, ...]
     """What cannot be read, with the remedy."""
 
@@ -61,11 +59,6 @@ class RunFacts:
         owner = record["owner"]
         texts = {name: tuple(record[name]) for name in ("tags", "problems")}
         return cls(**record | {"owner": owner and Owner(**owner)} | texts)
-
-    @property
-    def device_hours(self) -> float:
-        """Of all devices together, in steps: neither loading nor evaluations count."""
-        return self.step_seconds * self.world / 3600
 
 
 def read_facts(folder: Path) -> RunFacts:
@@ -104,8 +97,7 @@ def read_facts(folder: Path) -> RunFacts:
         longest_gap_s=tail.longest_gap_s() if status.get("state") == "running" else 0.0,
         tags=tuple(settings.get("tags", ())),
         tokens=tail.tokens,
-        step_seconds=tail.step_seconds(),
-        world=_read_world(folder),
+        device_hours=counted_device_hours(folder),
         problems=tuple(problems),
     )
 
@@ -154,14 +146,6 @@ def _signature(folder: Path) -> list[tuple[str, int, int]]:
             stat = os.stat(f"{folder}/{name}")  # noqa: PTH116 - a Path for each of five thousand files takes longer
             found.append((name, stat.st_mtime_ns, stat.st_size))
     return found
-
-
-def _read_world(folder: Path) -> int:
-    try:
-        world = read_hashed_json(folder / "plan.json").get("world")
-    except (OSError, WhetError):
-        return 1
-    return world if isinstance(world, int) and 0 < world < 2**31 else 1
 
 
 def _read_settings(folder: Path, problems: list[str]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ function drawHeader(header, name, summary, details) {
       summary.best === null ? null : tile(format.loss(summary.best), `best ${summary.best_metric}`),
       tile(format.count(summary.tokens), "tokens"),
       tile(format.count(summary.tokens_per_s), "tokens per second"),
-      tile(format.hours(summary.device_hours || null), "device hours in steps"),
+      tile(format.hours(summary.device_hours || null), "device hours"),
       left === null ? tile(format.age(summary.last_sign), "last sign of life") : tile(format.seconds(left), "left")));
 }
 
