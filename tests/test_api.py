@@ -32,7 +32,7 @@ def test_a_dict_becomes_a_run_a_table_an_answer_and_an_export(recipe: dict[str, 
     assert run.metrics().dropna(subset="loss")["step"].tolist() == [1, 2]
     assert len(whet.generate(run, ["a", "b"], max_new_tokens=2)) == 2
     chat = run.chat(max_new_tokens=2)
-    said = chat.say("Hi")
+    said = chat.send("Hi")
     assert [message["content"] for message in chat.messages] == ["Hi", said]
     assert run.export("adapter").verified
     with pytest.raises(whet.WhetError, match="holds a run already"):

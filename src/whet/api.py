@@ -159,7 +159,7 @@ class Chat:
         self._models = load_chat_models(_reference(model), Sampling(**sampling), system=system)
         self._session = ChatSession(self._models.model, system)
 
-    def say(self, text: str) -> str:
+    def send(self, text: str) -> str:
         """The model's reply; both become part of the conversation."""
         return self._session.send(text).text
 
@@ -188,7 +188,7 @@ class Chat:
 
 
 def chat(model: Model, system: str | None = None, **sampling: Any) -> Chat:
-    """Load a model to talk to: `whet.chat("runs/my").say("Hi")`."""
+    """Load a model to talk to: `whet.chat("runs/my").send("Hi")`."""
     return Chat(model, system, **sampling)
 
 

@@ -16,6 +16,7 @@ from whet.cli import (
     config,
     dash,
     demo,
+    doctor,
     evaluate,
     export,
     fit,
@@ -83,6 +84,7 @@ for name, function in (
     ("dash", dash.dash),
     ("bench", bench.bench),
     ("config", config.config),
+    ("doctor", doctor.doctor),
 ):
     app.command(name, cls=launch.LaunchCommand if name == "launch" else None)(function)
 app.add_typer(runs.app)

@@ -1,0 +1,36 @@
+"""`whet doctor` says what there is and how to get the rest."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.preflight import doctor
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def test_it_names_device_back_ends_and_what_is_missing(whet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(doctor._EXTRAS, "no_such_module", ("data", "something new"))
+    ended = whet("doctor", "--json")
+    assert ended.code == 0, ended.err
+    facts = {fact["subject"]: fact for fact in json.loads(ended.out)["facts"]}
+    assert {"whet", "libraries", "attention", "torch.compile", "host", "cache"} <= facts.keys()
+    assert {"device", "cuda:0"} & facts.keys()
+    assert facts["no_such_module"]["level"] == "missing"
+    assert "pip install 'whet[data]'" in facts["no_such_module"]["text"]
+    assert "no_such_module" in ended.err
+
+
+def test_it_knows_every_extra() -> None:
+    extras = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
+    assert {extra for extra, _ in doctor._EXTRAS.values()} == extras.keys() - {"dev", "demo"}
+    required = {
+        re.split(r"[\[<>=;]", each)[0].replace("-", "_") for name in extras if name != "dev" for each in extras[name]
+    }
+    assert required - {"flash_linear_attention"} | {"fla"} == doctor._EXTRAS.keys()
