@@ -1,4 +1,4 @@
-"""GGUF: the same weights and the same tokens, or no file."""
+"""GGUF where llama.cpp is not installed and transformers loads it: the same weights and the same tokens, or no file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from whet.core.errors import WhetError
-from whet.exporting import gguf_file
+from whet.exporting import gguf_families, gguf_tokenizer, llama_cpp
 from whet.exporting.exporter import write_export
 from whet.exporting.gguf_tokenizer import pre_tokenizer_name, set_pre_tokenizer
 from whet.exporting.spec import ExportMismatchError
@@ -18,6 +18,12 @@ from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer
 
 pytest.importorskip("gguf")
+
+
+@pytest.fixture(autouse=True)
+def without_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_cpp, "is_installed", lambda: False)
+
 
 PROBES = [list(range(3, 60)), list(range(100, 120))]
 LLAMA3 = {
@@ -29,7 +35,7 @@ FAMILIES = {
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "llama, one head of keys": ("llama", {"num_key_value_heads": 1}),
     "llama 3.1": ("llama", {"rope_parameters": LLAMA3}),
-    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral": ("mistral", {"sliding_window": 32}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 32}),
 }
@@ -120,11 +126,11 @@ def test_a_wrong_file_is_refused(
     }[what]  # fmt: skip
     tokenizer = None
     if what == "rope permutation":
-        monkeypatch.setattr(gguf_file, "_permute_rope", lambda weight, heads: weight)
+        monkeypatch.setattr(gguf_families, "permute_rope", lambda weight, heads: weight)
     elif what == "pre-tokenizer":
         tokenizer = tokenizer_of_numbers()
         assert pre_tokenizer_name(tokenizer) == "llama-bpe"
-        monkeypatch.setattr(gguf_file, "pre_tokenizer_name", lambda tokenizer: "qwen2")
+        monkeypatch.setattr(gguf_tokenizer, "pre_tokenizer_name", lambda tokenizer: "qwen2")
     elif what == "template":
         monkeypatch.setattr(GGUFWriter, "add_chat_template", lambda self, text: None)
     else:
@@ -140,7 +146,8 @@ def test_a_wrong_file_is_refused(
     ("kind", "settings", "words"),
     [
         ("gemma", {}, "cannot write gemma models as GGUF, only llama, mistral, qwen2, qwen3"),
-        ("mistral", {"sliding_window": 32}, "a sliding window of 32 tokens"),
+        ("phi3", {"pad_token_id": None}, "verified with llama.cpp, and the package cyllama is not installed"),
+        ("llama", {"attention_bias": True}, "has biases"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -169,7 +176,7 @@ def test_an_unknown_pre_tokenizer_is_refused(
         write_export(export_spec_of(random_model("llama"), tokenizer=tokenizer), "gguf", tmp_path / "gguf", PROBES)
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("name", gguf_tokenizer.PRE_TOKENIZER_NAMES)
 def test_the_name_of_a_pre_tokenizer_and_its_rule_match(name: str) -> None:
     tokenizer = load_tokenizer(ModelConfig(path="builtin:tiny"))
     set_pre_tokenizer(tokenizer, name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -221,6 +222,16 @@ def rope_tensors(config: Any) -> dict[str, Tensor]:
     return {}
 
 
+@dataclass(frozen=True, slots=True)
+class _Transformation:
+    """How a weight becomes tensors of the file."""
+
+    parts: Sequence[str]
+    """Their names, as gguf translates them."""
+    split: Callable[[Tensor], Sequence[Tensor]] = lambda weight: [weight]
+    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]
+
+
 class GGUFLayout:
     """How llama.cpp stores the weights of a model: their names there, and the same numbers in another order."""
 
@@ -235,17 +246,15 @@ class GGUFLayout:
     def split(self, name: str, value: Tensor) -> dict[str, Tensor]:
         """A weight of the model, by the names of its parts in the file; nothing for the parts of an image encoder.
         Works for meta tensors, too."""
-        if any(part in name for part in _VISION):
+        found = self._transformation(name)
+        if found is None:
             return {}
-        plain = name.replace("model.language_model.", "model.").replace("language_model.model.", "model.")
-        split, _ = self._transformation(plain)
-        return {self._gguf_name(part): tensor for part, tensor in split(value).items()}
+        return dict(zip(map(self._gguf_name, found.parts), found.split(value), strict=True))
 
-    def join(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
-        """The weight again, from its parts in a file."""
-        split, join = self._transformation(name)
-        parts = list(split(torch.empty(2, 2, 2, device="meta"))) if "experts" in name else [name]
-        return join([read(self._gguf_name(part)) for part in parts])
+    def join(self, name: str, read: Callable[[str], Tensor]) -> Tensor | None:
+        """The weight again, from its parts in a file; None for the parts of an image encoder."""
+        found = self._transformation(name)
+        return None if found is None else found.join([read(self._gguf_name(part)) for part in found.parts])
 
     def _gguf_name(self, name: str) -> str:
         found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -253,49 +262,50 @@ class GGUFLayout:
             raise WhetError(f"--to gguf: GGUF has no name for this model's weight {name}. Use --to merged")
         return str(found)
 
-    def _transformation(
-        self, name: str
-    ) -> tuple[Callable[[Tensor], dict[str, Tensor]], Callable[[list[Tensor]], Tensor]]:
-        """(weight → its parts, by names that gguf translates; parts → weight)."""
+    def _transformation(self, name: str) -> _Transformation | None:
+        if any(part in name for part in _VISION):
+            return None
+        name = _language_model_name(name)
         module = name.split(".")[-2]
         if self._architecture == "llama" and module in self._heads:
             heads = self._heads[module]
-            return lambda w: {name: permute_rope(w, heads)}, lambda parts: unpermute_rope(parts[0], heads)
+            return _Transformation(
+                [name], lambda w: [permute_rope(w, heads)], lambda tensors: unpermute_rope(tensors[0], heads)
+            )
         if self._architecture == "gemma3" and name.endswith("norm.weight"):  # it multiplies by 1 + weight
-            return lambda w: {name: w + 1}, lambda parts: parts[0] - 1
+            return _Transformation([name], lambda w: [w + 1], lambda tensors: tensors[0] - 1)
         if name.endswith("self_attn.sinks"):
-            return lambda w: {f"{name}.weight": w}, lambda parts: parts[0]
-        if ".experts." in name:
-            return self._experts_transformation(name)
-        return lambda w: {name: w}, lambda parts: parts[0]
+            return _Transformation([f"{name}.weight"])
+        return self._experts_transformation(name) if ".experts." in name else _Transformation([name])
 
-    def _experts_transformation(
-        self, name: str
-    ) -> tuple[Callable[[Tensor], dict[str, Tensor]], Callable[[list[Tensor]], Tensor]]:
+    def _experts_transformation(self, name: str) -> _Transformation:
         """gpt-oss stacks matrices transposed and alternates gate and up; the others have gate above up."""
         is_bias = name.endswith("_bias")
-        stem = name.removesuffix("_bias")
-        key = "bias" if is_bias else "weight"
+        stem, key = name.removesuffix("_bias"), "bias" if is_bias else "weight"
         interleaved = self._architecture == "gpt-oss"
         rows = -1 if is_bias else -2
 
         def turned(w: Tensor) -> Tensor:
             return w.transpose(-1, -2) if interleaved and not is_bias else w
 
-        if not stem.endswith("gate_up_proj"):
-            return lambda w: {f"{stem}.{key}": turned(w)}, lambda parts: turned(parts[0])
-        names = [f"{stem.removesuffix('gate_up_proj')}{half}.{key}" for half in ("gate_proj", "up_proj")]
-
-        def split(w: Tensor) -> dict[str, Tensor]:
+        def split(w: Tensor) -> Sequence[Tensor]:
             w = turned(w)
-            halves = w.unflatten(rows, (-1, 2)).unbind(rows) if interleaved else w.chunk(2, rows)
-            return dict(zip(names, halves, strict=True))
+            return w.unflatten(rows, (-1, 2)).unbind(rows) if interleaved else w.chunk(2, rows)
 
-        def join(parts: list[Tensor]) -> Tensor:
-            whole = torch.stack(parts, rows).flatten(rows - 1, rows) if interleaved else torch.cat(parts, rows)
+        def join(halves: Sequence[Tensor]) -> Tensor:
+            tensors = list(halves)
+            whole = torch.stack(tensors, rows).flatten(rows - 1, rows) if interleaved else torch.cat(tensors, rows)
             return turned(whole)
 
-        return split, join
+        if not stem.endswith("gate_up_proj"):
+            return _Transformation([f"{stem}.{key}"], lambda w: [turned(w)], lambda tensors: turned(tensors[0]))
+        outer = stem.removesuffix("gate_up_proj")
+        return _Transformation([f"{outer}gate_proj.{key}", f"{outer}up_proj.{key}"], split, join)
+
+
+def _language_model_name(name: str) -> str:
+    """A weight's name in the language model alone, also of an image-text model."""
+    return name.replace("model.language_model.", "model.").replace("language_model.model.", "model.")
 
 
 def permute_rope(weight: Tensor, heads: int) -> Tensor:

@@ -176,8 +176,8 @@ class GGUFWeights:
         tensor = self._tensors.get(name)
         if tensor is None:
             return None
-        values = torch.from_numpy(np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type)))
-        return values.to(torch.float32).view(*reversed(tensor.shape.tolist()))
+        values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+        return values.view(*reversed(tensor.shape.tolist()))
 
     def joined(self, name: str) -> Tensor | None:
         """A weight of the model, from its parts in the file; None if they are not there."""
@@ -251,9 +251,10 @@ def _read_with_llama_cpp(
 ) -> Tensor:
     settings = spec.generation
     tokenizer, end = settings.tokenizer, settings.end_of_answer_id
-    plain = [*_texts(settings, probes), HARD_TEXT]
-    if tokenizer_rules(tokenizer).first_text_only:
-        plain = []
+    rules = tokenizer_rules(tokenizer)
+    plain = [] if rules.first_text_only else [*_texts(settings, probes), HARD_TEXT]
+    if rules.space_prefix:  # before a space, some tokenizers add none
+        plain = [text.lstrip(" ") for text in plain]
     texts = [*plain, *rendered_prompts(settings, _texts(settings, probes))]
     positions = max(1, MAX_POSITIONS // max(1, len(probes)))
     read = llama_cpp.read_file(file, texts, probes, positions, [] if end is None else [end])

@@ -7,16 +7,19 @@ the mean square of each input, which the trained model shows on its own training
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from whet.core.console import info
-from whet.exporting.gguf_families import GGUFLayout
+from whet.core.console import progress
+from whet.exporting.gguf_families import GGUFLayout, text_config
 from whet.exporting.trained_model import TrainedModel
+
+_CHUNK_TOKENS = 512
+"""As llama-imatrix has them: conversations one after another, cut."""
 
 
 def write_importance_matrix(
@@ -26,15 +29,17 @@ def write_importance_matrix(
     Stacked experts get none: the quantizer then weighs their columns equally."""
     from gguf import GGUFWriter
 
-    tokens = sum(map(len, conversations))
-    info(f"importance matrix from {len(conversations)} training conversations, {tokens:,} tokens")
-    with _collect(model.language_model) as squares:
-        model.logits(conversations)
+    ids = [number for conversation in conversations for number in conversation]
+    length = min(_CHUNK_TOKENS, text_config(model.language_model.config).max_position_embeddings)
+    chunks = [ids[start : start + length] for start in range(0, len(ids), length)]
+    title = "importance matrix from training conversations"
+    with progress(title, len(chunks)) as bar, _collect(model.language_model, bar.advance) as squares:
+        model.logits(chunks)
     writer = GGUFWriter(file, "")
     writer.add_type("imatrix")
     writer.add_array("imatrix.datasets", ["training data of the run"])
-    writer.add_uint32("imatrix.chunk_count", len(conversations))
-    writer.add_uint32("imatrix.chunk_size", max(map(len, conversations)))
+    writer.add_uint32("imatrix.chunk_count", len(chunks))
+    writer.add_uint32("imatrix.chunk_size", length)
     entries = 0
     for weight in model.weights():
         if len(weight.shape) != 2 or weight.name not in squares:
@@ -48,11 +53,11 @@ def write_importance_matrix(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return {"conversations": len(conversations), "tokens": tokens, "tensors": entries}
+    return {"conversations": len(conversations), "tokens": len(ids), "tensors": entries}
 
 
 @contextlib.contextmanager
-def _collect(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, int]]]:
+def _collect(model: Any, on_chunk: Callable[[], None]) -> Iterator[dict[str, tuple[Tensor, int]]]:
     """Inside this context, sums of squares of the inputs of every linear layer, by the name of its weight, and their
     number."""
     found: dict[str, tuple[Tensor, int]] = {}
@@ -73,6 +78,7 @@ def _collect(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, int]]]:
         if isinstance(module, nn.Linear) or hasattr(module, "get_base_layer")
     }
     hooks = [module.register_forward_pre_hook(hook(f"{name}.weight")) for name, module in layers.items()]
+    hooks.append(model.get_input_embeddings().register_forward_pre_hook(lambda *_: on_chunk()))
     try:
         yield found
     finally:

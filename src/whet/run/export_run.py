@@ -40,7 +40,7 @@ from whet.training.checkpoints import require_same_base
 from whet.training.precision import PrecisionPolicy, resolve_precision
 
 _PROBE_COUNT = 4  # conversations on which an export is compared with the trained model
-_CALIBRATION_TOKENS = 8_192
+_CALIBRATION_TOKENS = 4_096
 KIND_ALIASES = {"hf": "merged"}
 
 
