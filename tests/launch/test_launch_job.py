@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from whet.core.errors import WhetError
+from whet.launch import supervise
 from whet.launch.config import LaunchConfig
 from whet.launch.local import LaunchJob, format_command, launch_command, make_launch_job, train_command
+from whet.launch.restart_policy import AttemptResult, Finish
 
 
 def job(**launch: Any) -> LaunchJob:
@@ -55,3 +58,22 @@ def test_the_environment_is_part_of_the_command(monkeypatch: pytest.MonkeyPatch)
     made = job(processes=1, env={"NAME": "a b"})
     assert format_command(made, resume=False).startswith('env NAME="${NAME:?}" OMP_NUM_THREADS=')
     assert made.env["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize(("kind", "code"), [("stopped", 75), ("stopped", 143), ("crashed", 1)])
+def test_a_program_ends_with_the_exit_code_of_the_node_that_gave_up(
+    kind: Any, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun kills the tasks of the other nodes, and passes on the highest exit code of all."""
+
+    def attempt(job: LaunchJob, resume: bool, signals: Any, given_up: supervise.GivenUpFile, output: Any) -> Any:
+        given_up.write(Finish(7, "no restarts left"), makes_folder=True)  # the other node
+        return AttemptResult(kind, code, None)
+
+    program = LaunchJob(("program",), None, "program", 2, 1, None, {}, (), max_restarts=1, wait_s=0)
+    monkeypatch.setattr(supervise, "_run_attempt", attempt)
+    assert supervise.supervise(replace(program, max_restarts=0)).exit_code == code  # it does not know
+    monkeypatch.setenv(supervise.GIVEN_UP_VARIABLE, str(tmp_path / "given-up.json"))
+    found = supervise.supervise(program)
+    assert found.exit_code == 7
+    assert found.reason.endswith("has given up: no restarts left")
