@@ -68,7 +68,7 @@ def create_app(root: Path, feeds: Feeds) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         for process in processes:
-            process.stop()
+            await process.close()
 
     app = FastAPI(
         openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan, dependencies=[Depends(require_page(csrf))]

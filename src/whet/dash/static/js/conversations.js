@@ -19,11 +19,28 @@ export function conversation(each, rank) {
 
 function drawTokens(text, each) {
   replace(text, each.losses
-    ? each.losses.map(([piece, loss]) => (loss === null ? h("span", { class: "context" }, piece)
-      : h("span", { class: "token", style: { background: heat(loss) }, title: `loss ${format.number(loss)}, probability ${format.share(Math.exp(-loss))}` }, piece)))
+    ? merged(each.losses).map(({ piece, losses }) => (losses.length
+      ? h("span", { class: "token", style: { background: heat(Math.max(...losses)) }, title: describe(losses) }, piece)
+      : h("span", { class: "context" }, piece)))
     : each.segments.map(([piece, supervised]) => h("span", { class: supervised ? "learned" : "context" }, piece)),
   each.shown < each.tokens ? h("span", { class: "soft" }, ` … and ${format.count(each.tokens - each.shown)} more tokens`) : null);
 }
+
+// The tokens of one character, of which all but the last have no text, are shown together.
+function merged(tokens) {
+  const shown = [];
+  let waiting = [];
+  tokens.forEach(([piece, loss], i) => {
+    if (loss !== null) waiting.push(loss);
+    if (piece === "" && i < tokens.length - 1) return;
+    shown.push({ piece: piece || "▯", losses: waiting });
+    waiting = [];
+  });
+  return shown;
+}
+
+const describe = (losses) => (losses.length === 1 ? `loss ${format.number(losses[0])}, probability ${format.share(Math.exp(-losses[0]))}`
+  : `loss ${losses.map((loss) => format.number(loss)).join(" + ")}, the bytes of one character`);
 
 // From the colour of the mask, for what the model knows, to red.
 export function heat(loss) {
@@ -35,8 +52,8 @@ const scale = () => h("span", { class: "scale" }, "loss of a token: 0", h("i", {
 
 export function conversations(run) {
   const body = h("div", {});
-  const element = section("Conversations of a step", null, body);
-  replace(body, h("p", { class: "note" }, "Click a point of a curve, or move to it with the arrow keys and press Enter."));
+  const close = h("button", { type: "button", onclick: () => { pending?.abort(); element.hidden = true; } }, "Close");
+  const element = h("section", { class: "opened-step", hidden: true, "aria-label": "Conversations of a step" }, close, body);
   let pending = null;
 
   async function open(step) {
@@ -44,14 +61,15 @@ export function conversations(run) {
     pending = new AbortController();
     const { signal } = pending;
     replace(body, h("p", { class: "note" }, `Reading step ${step} …`));
-    element.scrollIntoView({ block: "start" });
+    element.hidden = false;
+    element.scrollIntoView({ block: "nearest" });
     try {
       const answer = await getJson("/api/run/step", { run, step }, signal);
       const status = h("p", { class: "note", role: "status" }, "Computing the loss of each token …");
       const list = h("div", {}, answer.conversations.map((each, i) => conversation(each, i + 1)));
-      replace(body, h("p", { class: "note" }, h("b", {}, `Step ${format.count(step)}: ${format.count(answer.of)} conversations`),
-        answer.conversations.length < answer.of ? `, ${answer.conversations.length} of them here` : "",
-        answer.recorded ? ", the highest loss first." : "."), status, list);
+      replace(body, h("h2", {}, `Step ${format.count(step)}: ${format.count(answer.of)} conversations`), h("p", { class: "note" },
+        answer.conversations.length < answer.of ? `${answer.conversations.length} of them here. ` : "",
+        answer.recorded ? "The highest loss first." : ""), status, list);
       await replay(run, step, answer, list, status, signal);
     } catch (error) {
       if (error.name !== "AbortError") replace(body, h("p", { class: "bad" }, error.message));

@@ -7,7 +7,9 @@ import { choice, h, replace, section } from "./dom.js";
 const RELOAD_AFTER = 300; // points that were added one by one, before the server chooses new ones
 
 export class Curves {
-  constructor(run, details, pick) {
+  // opened: what shows the conversations of a step, below the first chart
+  constructor(run, details, opened, pick) {
+    this.opened = opened;
     this.run = run;
     this.details = details;
     this.pick = pick;
@@ -67,7 +69,7 @@ export class Curves {
     }
     if (created.length) {
       const [first, ...others] = [...this.charts.values()];
-      replace(this.place, first.element, h("div", { class: "charts" }, others.map(({ element }) => element)));
+      replace(this.place, first.element, this.opened, h("div", { class: "charts" }, others.map(({ element }) => element)));
     }
     if (!answer.charts.length) replace(this.place, h("p", { class: "note" }, "No step is finished yet. The curves appear by themselves."));
     for (const chart of answer.charts) {

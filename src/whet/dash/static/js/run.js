@@ -16,11 +16,11 @@ export async function show(main, place) {
   const details = await getJson("/api/run", { run: name });
   const header = h("header", {});
   const chosen = conversations(name);
-  const curves = new Curves(name, details, (step) => { curves.mark(step); chosen.open(step); });
+  const curves = new Curves(name, details, chosen.element, (step) => { curves.mark(step); chosen.open(step); });
   const log = logView(name, details.ranks);
   const losses = h("div", {});
   const parts = [
-    curves.element, chosen.element, losses, events(details.events, (step) => { curves.mark(step); chosen.open(step); }),
+    curves.element, losses, events(details.events, (step) => { curves.mark(step); chosen.open(step); }),
     scores(details), prompts(details.prompts), ledger(name, details.sources), promises(details.promises), costs(details),
     coverage(details.plan), reported(details.reported), log.element, configuration(details.config),
   ].flat().filter(Boolean);
