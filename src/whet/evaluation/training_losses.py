@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -170,14 +169,15 @@ def _outlier_scores(records: NDArray[np.void]) -> NDArray[np.float64]:
     """How far each log loss is above the median of the 32 around it in time, because the loss falls, in robust standard
     deviations of the 512 around it."""
     logs = np.log(np.maximum(records["loss"].astype(np.float64), 1e-9))
-    for window in _windows(len(logs), _LEVEL_WINDOW):
-        logs[window] -= np.median(logs[window])
-    for window in _windows(len(logs), _SPREAD_WINDOW):
-        logs[window] /= max(1.4826 * np.median(np.abs(logs[window])), _MIN_SPREAD)
+    for window in _windows(logs, _LEVEL_WINDOW):
+        window -= np.median(window, axis=1, keepdims=True)
+    for window in _windows(logs, _SPREAD_WINDOW):
+        window /= np.maximum(1.4826 * np.median(np.abs(window), axis=1, keepdims=True), _MIN_SPREAD)
     return logs
 
 
-def _windows(count: int, size: int) -> list[slice]:
-    """About equal parts of at least `size`, but for a shorter whole."""
-    edges = np.linspace(0, count, max(1, count // size) + 1).astype(int).tolist()
-    return [slice(start, end) for start, end in pairwise(edges) if end > start]
+def _windows(values: NDArray[np.float64], size: int) -> list[NDArray[np.float64]]:
+    """All values as views with windows as rows: those of `size`, and the last one, which has what is left over too."""
+    whole = max(0, len(values) // size - 1) * size
+    parts = values[:whole].reshape(-1, size), values[whole:].reshape(1, -1)
+    return [part for part in parts if part.size]

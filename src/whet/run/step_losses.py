@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -18,10 +19,11 @@ import torch
 
 from whet.checkpoint import directory
 from whet.checkpoint.load import load_checkpoint
+from whet.checkpoint.manifest import DamagedCheckpointError
 from whet.config import Config
 from whet.core import launch_env
 from whet.core.checksums import read_hashed_json
-from whet.core.console import progress, silence_libraries
+from whet.core.console import progress, silence_libraries, warn
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
 from whet.core.files import read_json_lines
@@ -109,7 +111,7 @@ def step_conversations(run: Path, step: int, max_replay_s: float = MAX_REPLAY_S)
         raise WhetError("whet inspect runs in one process: start it without torchrun")
     config = _for_one_process(read_run_config(run))
     lines = _step_lines(run)
-    start = choose_start(run, step, config.train.start_step, lines, max_replay_s)
+    start = choose_start(run, step, config.train.start_step, lines, max_replay_s)  # before anything is loaded
     silence_libraries()
     set_deterministic(config)
     ranks = init_distributed()
@@ -117,9 +119,13 @@ def step_conversations(run: Path, step: int, max_replay_s: float = MAX_REPLAY_S)
     with advise_on_out_of_memory():
         replay = Replay(config, ranks)
         with contextlib.closing(replay.loader):
-            weights = replay.restore(start.weights, with_optimizer=start.replayed > 0)
+            damaged: list[int] = []
+            while not replay.restore(start.weights, with_optimizer=start.replayed > 0):
+                damaged.append(start.weights)
+                start = choose_start(run, step, config.train.start_step, lines, max_replay_s, damaged)
+            weights = start.weights + start.replayed
             if start.replayed:
-                weights += replay.train(weights, start.replayed, lines)
+                replay.train(start.weights, start.replayed, lines)
             losses = replay.token_losses(step, exact=weights == step - 1)
     return StepConversations(
         str(run), step, weights, weights == step - 1, start.replayed, start.replay_s,
@@ -140,16 +146,17 @@ class ReplayStart:
 
 
 def choose_start(
-    run: Path, step: int, first: int, lines: dict[int, dict[str, Any]], max_replay_s: float
+    run: Path, step: int, first: int, lines: dict[int, dict[str, Any]], max_replay_s: float, damaged: Sequence[int] = ()
 ) -> ReplayStart:
     """The checkpoint to replay a step from, or the nearest one if that would take too long. `first`: the step that the
-    run started after; `lines`: of metrics.jsonl, by step."""
+    run started after; `lines`: of metrics.jsonl, by step; `damaged`: checkpoints that cannot be loaded."""
     done = max(lines, default=first)
     if not first < step <= done:
         what = f"the run has done steps {first + 1} to {done}" if done > first else "the run has not done a step yet"
         raise WhetError(f"{run}: step {step}: {what}")
-    saved = directory.list_steps(run / "checkpoints")
-    before = [at for at in (first, *directory.resumable_steps(run / "checkpoints")) if at < step]
+    saved = [at for at in directory.list_steps(run / "checkpoints") if at not in damaged]
+    resumable = [at for at in directory.resumable_steps(run / "checkpoints") if at not in damaged]
+    before = [at for at in (first, *resumable) if at < step]
     seconds = [float(line["step_s"]) for line in lines.values() if line.get("tokens_per_s") and line.get("step_s")]
     world = _read_plan_json(run).get("world")
     replay_s = (step - 1 - before[-1]) * median(seconds or [0.0]) * (world if isinstance(world, int) else 1)
@@ -213,19 +220,25 @@ class Replay:
         self._totals = totals_before(self.loader, config.train.start_step)
         self._loss_scale = 1.0
 
-    def restore(self, step: int, with_optimizer: bool) -> int:
-        """Load the checkpoint of a step, or keep the initial model for the step that the run started after."""
-        if with_optimizer:
+    def restore(self, step: int, with_optimizer: bool) -> bool:
+        """Load the checkpoint of a step, or keep the initial model for the step that the run started after. False: the
+        checkpoint is damaged."""
+        if with_optimizer and self._optimizer is None:
             self._config, self._optimizer = build_run_optimizer(self._config, self._root, self._ranks)
         checkpoint = self._config.folder / "checkpoints" / directory.checkpoint_name(step)
         if step == self._config.train.start_step and not checkpoint.exists():
-            return step
-        state = load_checkpoint(checkpoint, self._root, self._optimizer, self._ranks)["state"]
+            return True
+        optimizer = self._optimizer if with_optimizer else None
+        try:
+            state = load_checkpoint(checkpoint, self._root, optimizer, self._ranks)["state"]
+        except DamagedCheckpointError as error:
+            warn(f"{error}. Another checkpoint takes its place")
+            return False
         self._totals, self._loss_scale = RunTotals(**state["seen"]), float(state["loss_scale"]["value"])
-        return step
+        return True
 
-    def train(self, start: int, count: int, lines: dict[int, dict[str, Any]]) -> int:
-        """Compute `count` steps again; returns how many. Steps that the run skipped change nothing now either."""
+    def train(self, start: int, count: int, lines: dict[int, dict[str, Any]]) -> None:
+        """Compute `count` steps again. Steps that the run skipped change nothing now either."""
         flops = count_step_flops(self._root.language_model)
         self._root.train()
         with progress("replaying", count) as bar:
@@ -241,7 +254,6 @@ class Replay:
                     train_step(self._passes(step), self._optimizer, ranks=self._ranks, clip_norm=clip).wait()
                 self._totals = after
                 bar.advance()
-        return count
 
     @torch.no_grad()
     def token_losses(self, step: int, exact: bool) -> list[NDArray[np.float64]]:
