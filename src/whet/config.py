@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from whet.checkpoint.config import CheckpointConfig
-from whet.core.config import ConfigPath, Section, config_error, load_config, value_at
+from whet.core.config import ConfigPath, Section, config_error, read_tree, validate_config, value_at
 from whet.core.errors import WhetError
 from whet.core.files import resolve_path, user_path
 from whet.core.run_folder import check_run_format
-from whet.core.yaml import Expand, Template, dump_yaml
+from whet.core.yaml import Expand, Node, Template, dump_yaml
 from whet.data.config import DataConfig
 from whet.exporting.config import ExportConfig
 from whet.inference.config import EvalConfig
@@ -345,8 +347,32 @@ def read_config(path: Path, overrides: Sequence[str] = (), expand: Expand = "all
         raise WhetError(f"{path}: this is a data file, not a recipe. Make a recipe for it: whet init {path}")
     if path.name == "config.yaml":  # of a run folder
         check_run_format(path.parent)
-    config = load_config(Config, path, overrides, expand)
+    tree = read_tree(Config, path, overrides, expand)
+    config = validate_config(Config, _find_beside_recipe(tree, ()))
     return name_config(config, path.parent.name if path.name == "config.yaml" else path.stem)
+
+
+_PATHS = (("model", "path"), ("model", "tokenizer"), ("data", "template"), ("data", "sources", "path"))
+"""Settings that name files, without the numbers of lists; those under data.validation count as those under data."""
+
+
+def _find_beside_recipe(tree: Node, key: tuple[str, ...]) -> Node:
+    """The tree with each path that exists relative to its recipe's folder as that one; others are relative to the
+    working directory, like those on the command line."""
+    if isinstance(tree.value, dict):
+        inside = {
+            name: _find_beside_recipe(each, key if name == "validation" else (*key, name))
+            for name, each in tree.value.items()
+        }
+        return replace(tree, value=inside)
+    if isinstance(tree.value, list):
+        return replace(tree, value=[_find_beside_recipe(each, key) for each in tree.value])
+    recipe = Path(tree.place.rpartition(":")[0])
+    if key not in _PATHS or not isinstance(tree.value, str) or not recipe.is_file() or recipe.name == "config.yaml":
+        return tree
+    beside = recipe.parent / tree.value
+    is_relative = not user_path(tree.value).is_absolute() and recipe.parent != Path()
+    return replace(tree, value=str(beside)) if is_relative and os.path.lexists(beside) else tree
 
 
 def name_config(config: Config, name: str) -> Config:

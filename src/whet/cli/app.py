@@ -33,17 +33,18 @@ from whet.cli import (
     serve,
     train,
 )
+from whet.compat.typer_private import hide_obvious_types
 from whet.core.display import escape_controls, filter_library_output, mask_secrets
 from whet.core.errors import ExitCode
 from whet.core.launch_env import started_by_torchrun
 from whet.core.signals import exit_process, keep_exit_undisturbed, terminate_with_parent
 
+hide_obvious_types()
 app = typer.Typer(
     name="whet",
     help="Fine-tune language models on conversations, and prove that what was trained is what you meant.\n\n"
     "New here? `whet demo` fine-tunes a small real model on this machine in a few minutes.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -11,8 +11,8 @@ from whet.cli.common import JsonOption, cli_command
 
 @cli_command
 def config(
-    prefix: Annotated[
-        str, typer.Argument(metavar="[KEY]", help="Only settings whose key starts with this, such as train.")
+    part: Annotated[
+        str, typer.Argument(metavar="[KEY]", help="Only settings with this in their key, such as train or lr.")
     ] = "",
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
@@ -24,9 +24,12 @@ def config(
     from whet.core.console import SafeConsole
     from whet.core.errors import WhetError
 
-    found = [setting for setting in list_settings(Config) if setting.key.startswith(prefix)]
+    every, wanted = list(list_settings(Config)), part.lower()
+    found = [setting for setting in every if setting.key.startswith(wanted)]
+    found = found or [setting for setting in every if wanted in setting.key.lower()]
+    found = found or [setting for setting in every if wanted in setting.description.lower()]
     if not found:
-        raise WhetError(f"no setting starts with '{prefix}'. `whet config` lists them all")
+        raise WhetError(f"no setting has '{part}' in its key or meaning. `whet config` lists them all")
     if not as_json:
         table = Table(box=None, pad_edge=False, header_style="bold", highlight=False)
         for title in ("key", "type", "default", "meaning"):

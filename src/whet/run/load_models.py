@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,7 +18,6 @@ from whet.config import Config
 from whet.core.console import silence_libraries, warn
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
-from whet.core.files import user_path
 from whet.core.run_folder import parse_run_reference
 from whet.data.render.renderer import Renderer
 from whet.inference.calculator_tool import make_calculator
@@ -31,7 +29,13 @@ from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
 from whet.model.load.resize_embeddings import resize_embeddings_
 from whet.model.load.tokenizer import load_tokenizer
-from whet.model.load.weight_files import load_error, locate_model, require_certified_files, require_files_inside
+from whet.model.load.weight_files import (
+    load_error,
+    locate_model,
+    require_certified_files,
+    require_files_inside,
+    require_no_typo,
+)
 from whet.model.lora.adapter_folder import (
     attach_adapters,
     base_model_of,
@@ -251,13 +255,7 @@ def _load_with_device_map(config: ModelConfig) -> nn.Module:
 
 
 def _model_config(reference: str) -> ModelConfig:
-    """A WhetError for a mistyped path, which must not become a hub id: one whose parent folder exists is a path."""
-    path = user_path(reference)
-    if ":" not in reference and not path.exists() and len(path.parts) > 1 and path.parent.is_dir():
-        siblings = sorted(each.name for each in path.parent.iterdir() if each.is_dir())
-        similar = difflib.get_close_matches(path.name.partition("@")[0], siblings, n=3, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(str(path.parent / name) for name in similar)}?" if similar else ""
-        raise WhetError(f"{reference}: no such folder (in {Path.cwd()}).{hint}")
+    require_no_typo(reference)
     return ModelConfig(path=reference)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from pathlib import Path
 from whet.core import launch_env
 from whet.core.checksums import read_hashed_json
 from whet.core.errors import WhetError, first_line, os_error, refused_pickle
-from whet.core.files import atomic_write, cache_dir, hash_file, hash_json, read_json, resolve_path
+from whet.core.files import atomic_write, cache_dir, hash_file, hash_json, read_json, resolve_path, user_path
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.random_models import is_random_model
@@ -36,11 +37,30 @@ def locate_model(path: str) -> str:
         return str(folder)
     if folder.is_file():
         raise WhetError(f"model.path: {path}: this is a file; give the folder that holds the model")
+    require_no_typo(path)
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise WhetError(
-            f"model.path: {path}: no such folder (looked in {Path.cwd()}), and not a hub id of the form OWNER/NAME"
+            f"model.path: {path}: no such folder (looked in {Path.cwd()}), and not a hub id of the form OWNER/NAME."
+            f"{_describe_runs()}"
         )
     return path
+
+
+def require_no_typo(reference: str) -> None:
+    """A WhetError for a mistyped path, which must not become a hub id: one whose parent folder exists is a path."""
+    path = user_path(reference)
+    if ":" in reference or path.exists() or len(path.parts) < 2 or not path.parent.is_dir():
+        return
+    siblings = sorted(each.name for each in path.parent.iterdir() if each.is_dir())
+    similar = difflib.get_close_matches(path.name.partition("@")[0], siblings, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(str(path.parent / name) for name in similar)}?" if similar else _describe_runs()
+    raise WhetError(f"{reference}: no such folder (in {Path.cwd()}).{hint}")
+
+
+def _describe_runs() -> str:
+    """The runs in this folder, as a sentence."""
+    runs = sorted(Path("runs").glob("*/config.yaml"), key=lambda file: -file.stat().st_mtime)[:5]
+    return f" Runs here: {', '.join(str(file.parent) for file in runs)}" if runs else ""
 
 
 def load_error(path: str, what: str, error: Exception) -> WhetError:

@@ -1,0 +1,64 @@
+"""Small things that a person meets in the first hour."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.config import read_config
+from whet.core.errors import WhetError
+from whet.model.load.weight_files import locate_model
+
+RECIPE = (
+    "model: {path: builtin:tiny}\ndata: {sources: [{path: my.jsonl}], validation: {sources: [{path: held.jsonl}]}}\n"
+)
+
+
+def test_paths_in_a_recipe_are_relative_to_it_and_those_of_the_command_line_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sub").mkdir()
+    for file in ("sub/my.jsonl", "my.jsonl", "held.jsonl", "other.jsonl"):
+        Path(file).write_text("")
+    Path("sub/a.yaml").write_text(RECIPE)
+    Path("b.yaml").write_text("extends: sub/a.yaml\ndata: {sources: [{path: other.jsonl}]}\n")
+    config = read_config(Path("sub/a.yaml"))
+    assert config.data.validation is not None
+    assert [each.path for each in (*config.data.sources, *(config.data.validation.sources or []))] == [
+        "sub/my.jsonl", "held.jsonl",  # the second is not beside the recipe: it is found from here, as before
+    ]  # fmt: skip
+    assert read_config(Path("sub/a.yaml"), ["data.sources=[{path: my.jsonl}]"]).data.sources[0].path == "my.jsonl"
+    assert read_config(Path("b.yaml")).data.sources[0].path == "other.jsonl"
+
+
+def test_a_mistyped_run_is_not_looked_up_on_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "other"):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "config.yaml").write_text("")
+    with pytest.raises(WhetError, match=r"no such folder .* Did you mean runs/demo\?"):
+        locate_model("runs/dem0")
+    with pytest.raises(WhetError, match="Runs here: runs/other, runs/demo"):
+        locate_model("my-model")
+    assert locate_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+def test_settings_are_found_by_any_part_of_their_key_or_meaning(whet: Any) -> None:
+    assert "train.optimizer.lr" in whet("config", "lr").out
+    assert "train.clip_norm" in whet("config", "gradient norm").out
+    assert "no setting has 'xyzzy'" in whet("config", "xyzzy").err
+
+
+def test_help_names_no_type_that_is_obvious(whet: Any) -> None:
+    for verb in ("train", "chat", "export", "runs"):
+        shown = whet(verb, "--help").out
+        assert "--json" in shown or verb == "runs"
+        assert "<bool>" not in shown
+        assert "<list" not in shown
+
+
+def test_completion_can_be_installed(whet: Any) -> None:
+    assert "--install-completion" in whet("--help").out
