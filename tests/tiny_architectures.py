@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from whet.model.load.builtin_models import builtin_folder
-from whet.model.load.pretrained import prepare_float64_
+from whet.model.load.pretrained import auto_class, prepare_float64_
 
 VOCABULARY = 96
 _VOCABULARY_SIZES = "vocab_size decoder_vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size"
@@ -88,7 +88,7 @@ def tiny_model(kind: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     return prepare_float64_(AutoModelForCausalLM.from_config(tiny_config(kind), dtype=dtype), dtype).eval()
 
 
-def save_tiny_model(kind: str, folder: Path) -> str:
+def save_tiny_model(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> str:
     """A folder with a random model of a `model_type` and the tokenizer of builtin:tiny; returns `model.path=FOLDER`."""
     tokenizer = AutoTokenizer.from_pretrained(builtin_folder("builtin:tiny"))
     config = tiny_config(kind)
@@ -98,7 +98,7 @@ def save_tiny_model(kind: str, folder: Path) -> str:
             if isinstance(getattr(text, name, None), int):
                 setattr(text, name, size)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    auto_class(config).from_config(config, dtype=dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return f"model.path={folder}"
 

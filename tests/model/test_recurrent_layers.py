@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiny_architectures import VOCABULARY, tiny_model
+from whet.core.errors import WhetError
 from whet.model import attention, packing_check
 from whet.model.attention import recurrent
 from whet.model.attention.recurrent import group_documents, recurrent_layers
@@ -94,6 +95,27 @@ def test_a_reset_that_is_wrong_is_undone_and_the_model_is_padded(
     assert "influence each other" in root.unpacked
     assert root.pads
     assert [type(module) for module in root.modules()] == before
+
+
+class _FailsBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor) -> torch.Tensor:
+        return states.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("this kernel needs Triton 3.7")
+
+
+def test_a_kernel_without_a_backward_pass_here_is_an_error_before_training(
+    root: LossModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-linear-attention 0.6 raises in the backward pass, on Hopper with Triton before 3.7.1."""
+    kind: Any = next(type(module) for module in root.modules() if type(module).__name__ == "Lfm2ShortConv")
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *args, **kwargs: _FailsBackwards.apply(own(*args, **kwargs)))
+    with pytest.raises(WhetError, match=r"Lfm2ForCausalLM cannot be trained.*this kernel needs Triton 3\.7"):
+        choose_packing(root, VOCABULARY, 300)
 
 
 def test_generation_is_the_models_own(root: LossModel) -> None:

@@ -2,66 +2,68 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
-from whet.model.load.builtin_models import builtin_folder
+from tiny_architectures import save_tiny_model
+from whet.model.load.pretrained import load_with_transformers
+from whet.model.modules import other_modalities
 
-
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gemma") / "model"
-    tokenizer = AutoTokenizer.from_pretrained(builtin_folder("builtin:tiny"))
-    first = len(tokenizer)
-    text = {
-        "vocab_size": first + 3, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 64, "max_position_embeddings": 512,
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-        "patch_size": 14,
-    }  # fmt: skip
-    config = Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=first,
-        boi_token_index=first + 1, eoi_token_index=first + 2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+FAMILIES = (
+    "qwen3_5", "gemma3", "gemma4", "mistral3", "llama4", "qwen3_vl", "llava", "smolvlm", "internvl", "lfm2_vl",
+    "mllama", "idefics3", "qwen2_5_vl", "qwen3_5_moe",
+)  # fmt: skip
+_PROCESSOR = b'{"image_processor_type": "SiglipImageProcessor",  "size": 28}\n'
 
 
-@pytest.mark.parametrize("settings", [(), ("adapter={rank: 2}",)], ids=["full", "lora"])
+@pytest.mark.parametrize("how", [[], ["adapter={rank: 2}"]], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", [FAMILIES[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in FAMILIES[1:])])
 def test_the_language_model_is_trained_and_nothing_else(
-    gemma: Path, whet: Callable[..., Any], recipe: str, tmp_path: Path, settings: tuple[str, ...]
+    whet: Callable[..., Any], recipe: str, tmp_path: Path, kind: str, how: list[str]
 ) -> None:
-    run = tmp_path / "run"
-    ended = whet(
-        "train", recipe, f"model.path={gemma}", f"run.dir={run}", "train.steps=2", "export.at_end=merged", *settings
-    )
+    """The base is in bf16 and trained in fp32: what was not trained is exported in bf16, as it was."""
+    run, base = tmp_path / "run", tmp_path / "model"
+    model = save_tiny_model(kind, base, torch.bfloat16)
+    (base / "preprocessor_config.json").write_bytes(_PROCESSOR)
+    if not how:
+        checked = whet("check", recipe, model, "--json")
+        assert checked.code == 0, checked.out + checked.err
+    ended = whet("train", recipe, model, f"run.dir={run}", "train.steps=2", "export.at_end=merged", *how)
     assert ended.code == 0, ended.err
-    before, after = (load_file(folder / "model.safetensors") for folder in (gemma, run / "exports/merged"))
+    merged = run / "exports/merged"
+    before, after = load_file(base / "model.safetensors"), load_file(merged / "model.safetensors")
     assert before.keys() == after.keys()
-    is_text = {name: "language_model" in name or "lm_head" in name for name in before}
-    for name in before:
-        same = torch.equal(before[name], after[name])
-        assert same or is_text[name], f"{name} changed"
-        if is_text[name] and "proj" in name:
-            assert not same, f"{name} did not change"
-    assert sum(is_text.values()) < len(before)
-    base, tuned = (
-        AutoModelForImageTextToText.from_pretrained(place).state_dict() for place in (gemma, run / "exports/merged")
-    )
-    assert all(torch.equal(base[name], tuned[name]) for name in base if "vision" in name or "projector" in name)
-    if settings:
-        exported = whet("export", str(run), "--to", "adapter")
+    first = AutoModelForImageTextToText.from_pretrained(base)
+    others = tuple(f"{name}." for name in other_modalities(first))
+    assert others
+    loaded = AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32).state_dict()
+    for name, weight in first.float().state_dict().items():
+        if name.startswith(others):
+            assert torch.equal(loaded[name], weight), name
+    assert any(not torch.equal(loaded[name], weight) for name, weight in first.state_dict().items())
+    unchanged = [name for name in before if before[name].dtype == after[name].dtype]
+    assert unchanged
+    assert all(before[name].equal(after[name]) for name in unchanged)
+    assert all(after[name].dtype == torch.float32 for name in before.keys() - set(unchanged))
+    assert (merged / "preprocessor_config.json").read_bytes() == _PROCESSOR
+    if how:
+        exported = whet("export", run, "--to", "adapter")
         assert exported.code == 0, exported.err
-        names = load_file(run / "exports/adapter/adapter_model.safetensors")
-        assert names
-        assert all("language_model" in name for name in names)
+        folder = run / "exports/adapter"
+        assert json.loads((folder / "certificate.json").read_text())["verified"]
+        assert all("vision" not in name for name in load_file(folder / "adapter_model.safetensors"))
+        tuned = PeftModel.from_pretrained(
+            AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32), folder
+        )
+        tokens = torch.arange(3, 12)[None]
+        with torch.no_grad():
+            ours = load_with_transformers(merged, dtype=torch.float32).eval()(input_ids=tokens).logits
+            torch.testing.assert_close(tuned.eval()(input_ids=tokens).logits, ours, rtol=1e-3, atol=1e-4)

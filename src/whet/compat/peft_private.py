@@ -17,6 +17,19 @@ def is_lora_layer(module: nn.Module) -> bool:
     return isinstance(module, LoraLayer)
 
 
+def refuses_target(model: Any, name: str) -> bool:
+    """`peft.tuners.tuners_utils._check_lora_target_modules_mamba`: whether peft refuses to adapt layers of this name,
+    whose weights the fused kernels of Mamba models read past the layer."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    try:
+        _check_lora_target_modules_mamba(LoraConfig(), model, name)
+    except ValueError:
+        return True
+    return False
+
+
 def is_lora_linear(module: nn.Module) -> bool:
     """`peft.tuners.lora.layer.Linear.forward`: whether the module computes y = W x + scaling · B A x, as peft's
     adapted linear layer does and its subclasses may not."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +22,8 @@ from whet.exporting.safetensors_writer import FLOAT_DTYPE_NAMES, StreamingSafete
 from whet.exporting.spec import ExportFindings, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import TrainedModel, compute_logits, trim_heap
 from whet.exporting.verification import check_generation_stops, compare_stop_tokens, compare_tokenizers
-from whet.model.load.pretrained import prepare_float64_
+from whet.model.load.pretrained import load_with_transformers, prepare_float64_
+from whet.model.modules import other_modalities
 
 _ADAPTER_CARD = """
 ## Trained over a base in 4 bits
@@ -52,7 +56,7 @@ error, too.
 
 
 class HFFolderFormat:
-    """A folder for `AutoModelForCausalLM.from_pretrained`."""
+    """A folder for `from_pretrained` of transformers' auto classes."""
 
     loaded_by = "transformers"
 
@@ -64,14 +68,16 @@ class HFFolderFormat:
 
     def write(self, spec: ExportSpec, folder: Path) -> None:
         write_configs(spec, folder)
-        write_weights(spec.model, folder, lambda _: spec.dtype.torch_dtype, spec.shard_size)
+        copy_processor_files(spec, folder)
+        copied = open_untouched_weights(spec)
+        write_weights(spec.model, folder, lambda _: spec.dtype.torch_dtype, spec.shard_size, copied)
         if spec.model.is_quantized:
             add_quantization_note(folder, "merged", spec.dtype.torch_name)
 
     def load_and_verify(
         self, spec: ExportSpec, folder: Path, probes: Sequence[Sequence[int]], findings: ExportFindings
     ) -> Tensor | None:
-        _verify_dtypes(folder, spec.dtype, findings)
+        _verify_weights(folder, spec.dtype, open_untouched_weights(spec), findings)
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 model = _load_back(folder, spec, self.estimate_bytes(spec), scratch)
@@ -90,15 +96,55 @@ class HFFolderFormat:
 
 
 def write_weights(
-    model: TrainedModel, folder: Path, dtype_of: Callable[[str], torch.dtype], shard_size: int = 5 * 10**9
-) -> None:
-    """Write the merged weights as safetensors files, each in the dtype for its name."""
+    model: TrainedModel, folder: Path, dtype_of: Callable[[str], torch.dtype], shard_size: int = 5 * 10**9,
+    copied: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}),
+) -> None:  # fmt: skip
+    """Write the merged weights as safetensors files, each in the dtype for its name; `copied` as they are."""
     writer = StreamingSafetensorsWriter(folder, shard_size)
     for weight in model.weights():
         for name, tensor in to_checkpoint_tensors(model.language_model, weight.name, weight.read()).items():
-            writer.add(name, tensor.to(dtype_of(weight.name)) if tensor.is_floating_point() else tensor)
+            if name in copied:
+                writer.add(name, copied[name]())
+            else:
+                writer.add(name, tensor.to(dtype_of(weight.name)) if tensor.is_floating_point() else tensor)
         trim_heap()
     writer.close()
+
+
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def copy_processor_files(spec: ExportSpec, folder: Path) -> None:
+    """What turns images into inputs of an image-text checkpoint, byte for byte."""
+    for name in _PROCESSOR_FILES if spec.base_folder is not None else ():
+        if spec.base_folder is not None and (spec.base_folder / name).is_file():
+            shutil.copyfile(spec.base_folder / name, folder / name)
+
+
+def open_untouched_weights(spec: ExportSpec) -> dict[str, Callable[[], Tensor]]:
+    """By name in its files: how to read each weight of an image-text checkpoint that text does not reach. They are
+    exported as they were, in their own dtypes."""
+    if spec.base_folder is None:
+        return {}
+    model = spec.model.language_model
+    prefixes = tuple(f"{name}." for name in other_modalities(model))
+    untouched = {
+        name
+        for weight, tensor in model.state_dict().items()
+        if weight.startswith(prefixes)
+        for name in to_checkpoint_tensors(model, weight, tensor)
+    }
+    found: dict[str, Callable[[], Tensor]] = {}
+    for file in sorted(spec.base_folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            held = untouched & set(opened.keys())
+        found |= {name: partial(_read_tensor, file, name) for name in held}
+    return found
+
+
+def _read_tensor(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_tensor(name)
 
 
 def add_quantization_note(folder: Path, kind: str, dtype: str) -> None:
@@ -155,12 +201,10 @@ def verify_tokenizer_and_stops(
 
 def _load_back(folder: Path, spec: ExportSpec, size: int, scratch: str) -> Any:
     """Load as any user would, in the dtype of config.json. A model larger than a shard stays mostly on disk."""
-    from transformers import AutoModelForCausalLM
-
     options: dict[str, Any] = {"dtype": "auto", "trust_remote_code": spec.trust_remote_code}
     if size > spec.shard_size:
         options |= {"device_map": "auto", "max_memory": _max_memory(spec.shard_size), "offload_folder": scratch}
-    model, loading_info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    model, loading_info = load_with_transformers(folder, output_loading_info=True, **options)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loading_info[problem]:
             raise ValueError(f"{problem.replace('_keys', '')} weights: {sorted(map(str, loading_info[problem]))[:3]}")
@@ -186,15 +230,32 @@ def to_gpu_if_it_fits(model: nn.Module) -> nn.Module:
     return model
 
 
-def _verify_dtypes(folder: Path, dtype: ExportDtype, findings: ExportFindings) -> None:
+def _verify_weights(
+    folder: Path, dtype: ExportDtype, copied: Mapping[str, Callable[[], Tensor]], findings: ExportFindings
+) -> None:
+    """Weights are in the dtype of the export, and those that were copied are what they were."""
     expected = FLOAT_DTYPE_NAMES[dtype.torch_dtype]
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as opened:
-                found = {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+                names = set(opened.keys())
+                found = {opened.get_slice(name).get_dtype() for name in names - copied.keys()}
+                both = sorted(names & copied.keys())
+                changed = [name for name in both if not _is_same(opened.get_tensor(name), copied[name]())]
         except SafetensorError as error:
             findings.reasons.append(f"{file.name} is damaged: {first_line(error)}")
             continue
         others = sorted(name for name in found if name in FLOAT_DTYPE_NAMES.values() and name != expected)
         if others:
             findings.reasons.append(f"{file.name} has weights in {', '.join(others)} instead of {expected}")
+        if changed:
+            findings.reasons.append(f"{file.name}: {changed[0]} is not as in the base model, and was not trained")
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal byte for byte."""
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_as_bytes(one), _as_bytes(other))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)

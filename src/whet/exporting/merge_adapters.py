@@ -27,7 +27,7 @@ from whet.exporting.trained_model import TrainedModel, compute_logits
 from whet.exporting.verification import compare_logits
 from whet.model.config import ModelConfig
 from whet.model.effect import describe_effect, effect_certificate
-from whet.model.load.pretrained import load_model
+from whet.model.load.pretrained import load_model, load_with_transformers
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.load.weight_files import hash_model_folder, locate_model, require_certified_files, weights_hash
 from whet.model.lora.peft_adapters import cast_trained_modules_, embedding_rows, unwrap_peft
@@ -267,9 +267,7 @@ def _write_stop_tokens(folder: Path, parts: Sequence[WeightedAdapter]) -> None:
 
 
 def _load_back(folder: Path, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+    loaded: nn.Module = load_with_transformers(folder, dtype=dtype, trust_remote_code=False)
     return loaded
 
 

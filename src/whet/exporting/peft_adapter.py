@@ -15,6 +15,7 @@ from whet.core.files import read_json, write_json
 from whet.exporting.effect import LoadedWeights, compare_weights
 from whet.exporting.hf_folder import (
     add_quantization_note,
+    copy_processor_files,
     to_gpu_if_it_fits,
     verify_tokenizer_and_stops,
     write_generation_config,
@@ -22,9 +23,10 @@ from whet.exporting.hf_folder import (
 from whet.exporting.spec import ExportFindings, ExportSpec
 from whet.exporting.trained_model import TrainedModel, compute_logits
 from whet.model.experts.install import install_experts
-from whet.model.load.pretrained import prepare_float64_
+from whet.model.load.pretrained import load_with_transformers, prepare_float64_
 from whet.model.lora.adapter_folder import load_adapter
 from whet.model.lora.peft_adapters import embedding_rows, unwrap_peft
+from whet.model.modules import is_multimodal
 from whet.model.quantize import quantize_
 
 
@@ -46,6 +48,7 @@ class PeftAdapterFormat:
         _name_dense_layers_as_parameters(folder, spec.model.language_model.config)
         spec.generation.tokenizer.save_pretrained(folder)
         write_generation_config(spec.generation, folder)
+        copy_processor_files(spec, folder)
         if spec.model.is_quantized:
             add_quantization_note(folder, "adapter", str(spec.model.weight_dtype).removeprefix("torch."))
 
@@ -92,19 +95,21 @@ def _base_model_name(folder: Path) -> str:
 
 def _load_back(folder: Path, trained: TrainedModel, trust_remote_code: bool) -> nn.Module:
     options: dict[str, Any] = {"dtype": trained.weight_dtype, "trust_remote_code": trust_remote_code}
-    if not trained.is_quantized:
+    if not trained.is_quantized and not is_multimodal(trained.language_model):  # peft has no auto class for those
         from peft import AutoPeftModelForCausalLM
 
         model = unwrap_peft(AutoPeftModelForCausalLM.from_pretrained(folder, **options))
         return prepare_float64_(model, trained.weight_dtype)
     from peft import PeftConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    base = AutoModelForCausalLM.from_pretrained(PeftConfig.from_pretrained(folder).base_model_name_or_path, **options)
+    base = load_with_transformers(PeftConfig.from_pretrained(folder).base_model_name_or_path, **options)
     vocabulary = len(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     if vocabulary > embedding_rows(base):  # for added tokens; the adapter has their rows
         base.resize_token_embeddings(vocabulary)
-    quantize_(base.requires_grad_(False), torch.device("cpu"))
+    if trained.is_quantized:
+        quantize_(base.requires_grad_(False), torch.device("cpu"))
     model = unwrap_peft(load_adapter(base, folder))
-    install_experts(model)  # peft cannot add its product to 4-bit experts
-    return model
+    if trained.is_quantized:
+        install_experts(model)  # peft cannot add its product to 4-bit experts
+    return prepare_float64_(model, trained.weight_dtype)

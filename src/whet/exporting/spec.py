@@ -49,6 +49,8 @@ class ExportSpec:
     name: str = "whet"
     run_effect: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What the run knows of each weight, and an export does not show: whether it got a gradient, which experts did."""
+    base_folder: Path | None = None
+    """Of an image-text checkpoint: what text does not reach, such as the vision tower, is copied from here."""
     calibration: Sequence[Sequence[int]] = ()
     """Token ids of training conversations, for the importance matrix of llama.cpp's quantizer; none: no such matrix."""
 

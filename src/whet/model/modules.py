@@ -138,14 +138,21 @@ def model_body(language_model: nn.Module) -> nn.Module:
     """The language model without its output head: returns hidden states."""
     body: nn.Module = language_model.base_model  # type: ignore[assignment]
     if body is language_model:  # Llama 4 and Mllama: base_model names a part of the larger, multimodal model
-        body = language_model.model  # type: ignore[assignment]
+        inner: nn.Module | None = getattr(language_model, "model", None)
+        body = model_body(language_model.language_model) if inner is None else inner  # type: ignore[arg-type]
     return body
+
+
+def is_multimodal(model: Any) -> bool:
+    """Whether a language model is one part of the model, as of image-text checkpoints."""
+    config = getattr(model, "config", None)
+    return hasattr(config, "get_text_config") and config.get_text_config() is not config
 
 
 def other_modalities(model: Any) -> list[str]:
     """The names of the largest modules of a multimodal model that are no part of its language model: vision and audio
     towers, projectors. Training on text does not reach them."""
-    if model.config.get_text_config() is model.config:
+    if not is_multimodal(model):
         return []
     text = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()} - {None}
     used = {weight for module in text for weight in module.parameters()}
@@ -158,11 +165,10 @@ def other_modalities(model: Any) -> list[str]:
 
 
 def decoder_layers(language_model: nn.Module) -> list[nn.Module]:
-    """The decoder layers in order: the ModuleList with the most weights.
-
-    Lists of experts are inside a layer and so hold less; vision and audio towers are smaller than the text decoder.
-    """
-    lists = [module for module in language_model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    """The decoder layers in order: the ModuleList with the most weights. Lists of experts are inside a layer and so
+    hold less."""
+    decoder: Any = language_model.get_decoder() if is_multimodal(language_model) else language_model  # type: ignore[operator]
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise WhetError(
             "model.path: this model's decoder layers cannot be found, so they cannot be compiled, recomputed or "

@@ -161,6 +161,7 @@ def _check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
             other = root.hidden_unpacked([torch.cat([tokens[:7], tokens[:1]])])
             largest = _largest_logit(head, hidden)
             own = {scale: _reference_logits(model, tokens, scale, 1) for scale in (1.0, _LARGE_LOGIT / largest)}
+            _with_gradients(root, lambda: root.hidden_unpacked([tokens]))
         except _PROBE_FAILURES as error:
             _raise_if_not_the_model(error)
             raise WhetError(
@@ -238,12 +239,12 @@ def _packs_exactly(root: LossModel, documents: list[Tensor]) -> bool:
 
 @torch.enable_grad()
 def _with_gradients(root: LossModel, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """Hidden states, and the gradient of a weighted sum of them for each embedding."""
+    """Hidden states of one row, and the gradient of a weighted sum of them for each embedding."""
     embeddings = []
 
     def detach(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         embeddings.append(output.detach().requires_grad_())
-        return embeddings[0]
+        return embeddings[-1]
 
     hook = root.language_model.get_input_embeddings().register_forward_hook(detach)  # type: ignore[operator]
     try:
@@ -251,7 +252,7 @@ def _with_gradients(root: LossModel, compute: Callable[[], Tensor]) -> tuple[Ten
     finally:
         hook.remove()
     weights = torch.linspace(-1, 1, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
-    [gradient] = torch.autograd.grad((hidden * weights).sum(), embeddings)
+    gradient, *_ = torch.autograd.grad((hidden * weights).sum(), embeddings, allow_unused=True, materialize_grads=True)
     return hidden.detach(), gradient[0]
 
 

@@ -27,9 +27,10 @@ from whet.exporting.spec import Certificate, ExportMismatchError, ExportSpec, Ge
 from whet.exporting.trained_model import TrainedModel
 from whet.inference.inference_model import stop_token_ids
 from whet.model.effect import EFFECT_FILE, describe_effect
-from whet.model.load.placeholder import is_placeholder, load_placeholder_model
+from whet.model.load.placeholder import is_placeholder, load_placeholder_model, snapshot_folder
 from whet.model.load.tokenizer import load_generation_settings
 from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
+from whet.model.modules import is_multimodal
 from whet.run.data import RunData, load_ledger_data, require_same_tokenizer
 from whet.run.load_models import load_checkpoint_model
 from whet.run.model_builder import build_model
@@ -187,6 +188,7 @@ def _build_spec(
     return ExportSpec(
         trained, generation, dtype, step, request.shard_size, request.tensor_parallel, config.model.trust_remote_code,
         resolve_path(config.folder).name, _read_effect(config.folder, step),
+        snapshot_folder(config.model) if is_multimodal(trained.language_model) else None,
         _calibration_conversations(data) if dtype.llama_ftype is not None else (),
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ from whet.inference.inference_model import InferenceModel, stop_token_ids
 from whet.inference.sampling import Sampling
 from whet.model import attention
 from whet.model.config import ModelConfig
-from whet.model.load.pretrained import load_model
+from whet.model.load.pretrained import load_model, load_with_transformers
 from whet.model.load.resize_embeddings import resize_embeddings_
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.load.weight_files import (
@@ -238,16 +238,15 @@ def _load_base_model(config: ModelConfig, load: LoadMode) -> nn.Module:
 
 
 def _load_with_device_map(config: ModelConfig) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
     place = locate_model(config.path)
     require_files_inside(place)
     require_certified_files(Path(place))
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        loaded: nn.Module = load_with_transformers(
             place, revision=config.revision, trust_remote_code=config.trust_remote_code,
             dtype="auto", device_map="auto",
         )  # fmt: skip
+        return loaded
     except torch.OutOfMemoryError:
         raise  # nothing is wrong with the files
     except Exception as error:  # a damaged or forged file can raise almost anything

@@ -529,14 +529,17 @@ def test_other_marks_of_a_bad_answer(read: Callable[..., list[Any]], mark: dict[
     assert isinstance(good, Conversation)
 
 
-@pytest.mark.parametrize("key", ["picture", "image_files", "img_path", "video_url", "audio_file"])
+@pytest.mark.parametrize("key", ["picture", "image_files", "img_path", "video_url", "audio_file", "image_bytes", "jpg"])
 def test_other_names_of_images(read: Callable[..., list[Any]], key: str) -> None:
     [found] = read({"conversations": [HUMAN, GPT], key: "a.png"})
     assert isinstance(found, BadRecord)
     assert f"the record has {key!r}, but whet trains on text only" in found.explanation
 
 
-@pytest.mark.parametrize("mark", ["<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>", "<|image_1|>"])
+@pytest.mark.parametrize(
+    "mark",
+    ["<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>", "<|image_1|>", "data:image/png;base64,iVBO "],
+)
 def test_other_marks_of_images(read: Callable[..., list[Any]], mark: str) -> None:
     [found] = read({"conversations": [{"from": "human", "value": f"{mark}What is it?"}, GPT]})
     assert isinstance(found, BadRecord)

@@ -176,8 +176,8 @@ def _add_reasoning(messages: Sequence[Message], name: str, reasoning: Any) -> Se
 MEDIA_KEYS = frozenset(
     f"{kind}{what}"
     for kind in ("image", "img", "picture", "video", "audio")
-    for what in ("", "s", "_path", "_paths", "_url", "_urls", "_file", "_files")
-) | {"pixel_values"}
+    for what in ("", "s", *(f"_{form}{end}" for form in ("path", "url", "file", "byte", "base64") for end in ("", "s")))
+) | {"pixel_values", "jpg", "jpeg", "png", "webp", "mp4", "wav", "mp3", "flac"}
 
 
 def parse_message(turn: Any, number: int, role_name: str = "role", content_name: str = "content") -> Message:
@@ -232,9 +232,13 @@ def _parse_content(content: Any, place: str, optional: bool) -> str:
         return require_text(content, place)
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
     if not texts or not all(isinstance(text, str) for text in texts):
-        kinds = sorted({str(part["type"]) for part in content if isinstance(part, dict) and "type" in part} - {"text"})
-        found = f", not {', '.join(kinds)[:60]}" if kinds else ""
-        raise BadRecordError("bad content", f"{place}: whet trains on content parts of type 'text'{found}")
+        objects = [part for part in content if isinstance(part, dict)]
+        kinds = {str(part["type"]) for part in objects if "type" in part} - {"text"}
+        kinds |= {key for part in objects if "type" not in part for key in part if key in MEDIA_KEYS}
+        found = f", not {', '.join(sorted(kinds))[:60]}" if kinds else ""
+        raise BadRecordError(
+            "bad content", f"{place}: whet trains on content parts of type 'text'{found}; remove the others"
+        )
     return require_text("".join(map(str, texts)), place)
 
 

@@ -28,7 +28,9 @@ _MEDIA_TAG = re.compile(
 _MEDIA_MARK = re.compile(
     rf"\A\s*{_MEDIA_TAG.pattern}|^(?:\w+[ -]?\d*: ?)?(?:{_MEDIA_TAG.pattern}[ ,]*)+$", re.IGNORECASE | re.MULTILINE
 )
-"""LLaVA's `<image>` at the start of a turn, or alone on a line; inside a sentence it is a word like any other."""
+"""LLaVA's `<image>` or a data URI at the start of a turn, or a mark alone on a line; inside a sentence it is a word
+like any other."""
+_DATA_URI = re.compile(r"\s*data:(?:image|video|audio)/[\w.+-]+;base64,", re.IGNORECASE)
 
 
 def reject_unsupported(record: Any, parsed: ParsedRecord, names: Mapping[str, str]) -> None:
@@ -37,9 +39,11 @@ def reject_unsupported(record: Any, parsed: ParsedRecord, names: Mapping[str, st
         _reject_keys(record, parsed, names)
     if isinstance(parsed, Conversation):
         for number, message in enumerate(parsed.messages, 1):
-            if message.role != "user" or "<" not in message.content or not _MEDIA_TAG.search(message.content):
+            if message.role != "user":
                 continue
-            if mark := _MEDIA_MARK.search(message.content):
+            has_tag = "<" in message.content and _MEDIA_TAG.search(message.content)
+            mark = (has_tag and _MEDIA_MARK.search(message.content)) or _DATA_URI.match(message.content)
+            if mark:
                 raise BadRecordError(
                     "image mark",
                     f"message {number} has the mark {mark.group().strip()}, but whet trains on text only; remove the "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from whet.core.errors import WhetError
 from whet.core.files import read_json
 from whet.model.config import ModelConfig
-from whet.model.load.pretrained import load_model, prepare_float64_, train_pad_row_
+from whet.model.load.pretrained import auto_class, load_model, prepare_float64_, train_pad_row_
 from whet.model.load.random_models import is_random_model, random_model_config
 from whet.model.load.weight_files import load_error, locate_model, require_certified_files, require_files_inside
 
@@ -75,7 +75,7 @@ def load_placeholder_model(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.
     Weights that the files do not store as the model has them (fused experts, GGUF, random weights, added tokens) are
     loaded into host memory.
     """
-    files = None if is_random_model(config.path) else SafetensorsSource(_snapshot_folder(config))
+    files = None if is_random_model(config.path) else SafetensorsSource(snapshot_folder(config))
     if files is not None and not config.trust_remote_code and not config.add_tokens:
         model = prepare_float64_(build_meta_model(config, dtype), dtype)
         saved = model.state_dict(keep_vars=True)
@@ -128,7 +128,7 @@ def move_real_tensors_(model: nn.Module, device: torch.device) -> None:
 def build_meta_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
     """The model on the meta device; buffers that are computed from the configuration are real."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         if is_random_model(config.path):
@@ -138,14 +138,15 @@ def build_meta_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
                 locate_model(config.path), revision=config.revision, trust_remote_code=False
             )
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=False)
+            model: nn.Module = auto_class(shape).from_config(shape, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # transformers raises errors of many kinds
         raise load_error(config.path, "model", error) from None
     model.tie_weights()
     return train_pad_row_(model.eval())
 
 
-def _snapshot_folder(config: ModelConfig) -> Path:
+def snapshot_folder(config: ModelConfig) -> Path:
+    """The folder of a model, downloaded from the hub if it is not on this machine."""
     place = Path(locate_model(config.path))
     if place.is_dir():
         return place

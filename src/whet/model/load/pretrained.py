@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,16 +32,31 @@ def train_pad_row_(model: nn.Module) -> nn.Module:
     return model
 
 
-def _load_pretrained(config: ModelConfig, dtype: torch.dtype | str, device: torch.device | None) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+def auto_class(config: Any) -> Any:
+    """transformers' auto class for a configuration. A checkpoint with a vision tower is loaded with it, although text
+    does not reach it: an export would lose it otherwise."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    is_whole = config.get_text_config() is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
+
+
+def load_with_transformers(place: str | Path, **options: Any) -> Any:
+    """`from_pretrained` of the `auto_class` of a folder or hub id."""
+    from transformers import AutoConfig
+
+    own = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
+    return auto_class(AutoConfig.from_pretrained(place, **own)).from_pretrained(place, **options)
+
+
+def _load_pretrained(config: ModelConfig, dtype: torch.dtype | str, device: torch.device | None) -> nn.Module:
     if is_random_model(config.path):
         return _init_random_model(config, dtype, device or torch.device("cpu"))
     place = locate_model(config.path)
     require_files_inside(place)
     require_certified_files(Path(place))
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, found = load_with_transformers(
             place, revision=config.revision, trust_remote_code=config.trust_remote_code,
             dtype=dtype, output_loading_info=True, device_map=None if device is None else {"": device},
         )  # fmt: skip
@@ -60,15 +76,13 @@ def _load_pretrained(config: ModelConfig, dtype: torch.dtype | str, device: torc
 def _init_random_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.device) -> nn.Module:
     """Initialised on `device` in the final dtype, because an 8B model in fp32 exceeds many hosts' memory. Always the
     same weights, and global random states do not change."""
-    from transformers import AutoModelForCausalLM
-
     shape = random_model_config(config.path, config.trust_remote_code)
     target_dtype = (shape.dtype or torch.float32) if dtype == "auto" else dtype
     seeded = [device] if device.type not in ("cpu", "mps") else []
     with torch.random.fork_rng(seeded, device_type=device.type if seeded else "cuda"), device:
         torch.manual_seed(0)
         try:
-            model = AutoModelForCausalLM.from_config(
+            model: nn.Module = auto_class(shape).from_config(
                 shape, dtype=target_dtype, trust_remote_code=config.trust_remote_code
             )
         except Exception as error:

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from whet.compat.bitsandbytes_private import quant_state
-from whet.compat.peft_private import adapted_parameter, is_lora_layer, modules_to_save_type, without_renamed_targets
+from whet.compat.peft_private import (
+    adapted_parameter,
+    is_lora_layer,
+    modules_to_save_type,
+    refuses_target,
+    without_renamed_targets,
+)
 from whet.core.errors import WhetError
 from whet.model.config import AdapterConfig
 from whet.model.lora.targets import resolve_targets, router_names
@@ -27,12 +33,14 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequ
     _reject_unknown_modules(model, config)
     tied = _is_tied(model)
     targets = resolve_targets(model, config.targets)
+    linear = _linear_layer_names(model)
+    refused = [name for name in linear if config.targets == "all-linear" and refuses_target(model, name)]
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # peft declares an int but accepts any number
         target_modules=targets.modules,
         target_parameters=targets.parameters or None,
-        exclude_modules=_inside_any(other_modalities(model)),
+        exclude_modules=_inside_any(other_modalities(model), refused),
         lora_dropout=config.dropout,
         rank_pattern=dict(config.ranks),
         alpha_pattern=dict(config.alphas),
@@ -43,7 +51,6 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequ
         ensure_weight_tying=tied and _trains_embedding_or_head(model, config),  # peft warns if there is nothing to tie
         task_type="CAUSAL_LM",
     )
-    linear = _linear_layer_names(model)
     torch.manual_seed(seed)
     try:
         with warnings.catch_warnings(), without_renamed_targets():
@@ -73,9 +80,10 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequ
     return adapted
 
 
-def _inside_any(names: list[str]) -> str | None:
-    """A pattern of the modules inside these."""
-    return rf"({'|'.join(map(re.escape, names))})(\..*)?" if names else None
+def _inside_any(names: list[str], ends: list[str]) -> str | None:
+    """A pattern of the modules inside these, and of those with such an end to their names."""
+    inside = [rf"({'|'.join(map(re.escape, names))})(\..*)?"] if names else []
+    return "|".join([*inside, *(rf"(.*\.)?{re.escape(end)}" for end in ends)]) or None
 
 
 def _linear_layer_names(model: Any) -> list[str]:
