@@ -28,8 +28,7 @@ _MEDIA_TAG = re.compile(
 _MEDIA_MARK = re.compile(
     rf"\A\s*{_MEDIA_TAG.pattern}|^(?:\w+[ -]?\d*: ?)?(?:{_MEDIA_TAG.pattern}[ ,]*)+$", re.IGNORECASE | re.MULTILINE
 )
-"""LLaVA's `<image>` or a data URI at the start of a turn, or a mark alone on a line; inside a sentence it is a word
-like any other."""
+"""LLaVA's `<image>` at the start of a turn, or alone on a line; inside a sentence it is a word like any other."""
 _DATA_URI = re.compile(r"\s*data:(?:image|video|audio)/[\w.+-]+;base64,", re.IGNORECASE)
 
 
