@@ -1,4 +1,4 @@
-"""Mixtures of experts from check to export: `WHET_TEST_ALL=1 pytest tests/run/test_expert_families.py` runs all.
+"""Mixtures of experts from check to export: `python tests/run/test_expert_families.py` runs all, `make test-all` too.
 
 Each is a tiny random model with several experts: checked, trained with adapters and whole, stopped and resumed, by one
 process and by two, evaluated, exported as one model and as an adapter. `make test` takes two steps of each.
@@ -7,6 +7,8 @@ process and by two, evaluated, exported as one model and as an adapter. `make te
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from several_processes import torchrun
 from tiny_architectures import VOCABULARY, save_tiny_model, tiny_model
@@ -33,6 +36,14 @@ from whet.training.step import ForwardPasses, train_step
 FAMILIES = (
     "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "olmoe", "granitemoe", "qwen3_5_moe_text",
 )  # fmt: skip
+MORE_FAMILIES = (
+    "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v32", "dots1",
+    "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe_lite", "glm_moe_dsa", "granitemoe_swa", "granitemoehybrid",
+    "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling_text", "jamba", "kimi_linear", "laguna",
+    "lfm2_moe", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "nemotron_h", "phimoe", "qwen2_moe",
+    "qwen3_5_moe", "qwen3_next", "solar_open", "zaya",
+)  # fmt: skip
+"""In transformers' experts registry; some are not in transformers 5.17."""
 FULL = ["train.optimizer.lr=3e-3"]
 LORA = ["adapter={rank: 4}", "train.optimizer.lr=1e-2"]
 SHORT = [
@@ -47,6 +58,7 @@ Steps = Callable[[Path], list[dict[str, Any]]]
 def test_two_steps_of_a_family(kind: str) -> None:
     """The first loss is the model's own, document by document; then it falls, and every adapter has a gradient."""
     model: Any = tiny_model(kind)
+    torch.manual_seed(0)
     documents = [
         SavedDocument(torch.randint(3, VOCABULARY, (length,)).numpy(), np.array([0] + [1] * (length - 1), np.uint8))
         for length in (5, 9, 7, 6)
@@ -72,6 +84,14 @@ def test_two_steps_of_a_family(kind: str) -> None:
     assert any("experts" in name for name in trained)
     assert not any(".mlp.gate.lora" in name or ".router." in name for name in trained)
     assert [name for name, weight in trained.items() if weight.grad is None or not weight.grad.any()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MORE_FAMILIES)
+def test_two_steps_of_another_family(kind: str) -> None:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {kind}")
+    test_two_steps_of_a_family(kind)
 
 
 def as_tensor(document: SavedDocument) -> torch.Tensor:
@@ -131,3 +151,8 @@ def test_a_family_with_other_memory_and_precision(
     ended = whet("train", recipe, f"run.dir={tmp_path / 'run'}", *settings)
     assert ended.code == 0, ended.err
     assert all(torch.isfinite(torch.tensor(line["loss"])) for line in steps_of(tmp_path / "run"))
+
+
+if __name__ == "__main__":
+    os.environ["WHET_TEST_ALL"] = "1"
+    raise SystemExit(pytest.main([__file__, "-v", "-p", "no:cacheprovider", *sys.argv[1:]]))

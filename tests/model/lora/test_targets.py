@@ -53,6 +53,29 @@ def test_all_linear_reaches_dense_layers_and_experts_but_no_router(glm: nn.Modul
     assert len(expert_stacks(glm)) == 2
 
 
+def test_all_linear_leaves_out_layers_that_would_learn_nothing() -> None:
+    """Indexers of sparse attention, layers whose weights go to the kernels of Mamba, layers with a product of their
+    own."""
+
+    class GroupedLinear(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return input
+
+    class Indexer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wk = nn.Linear(4, 4)
+
+    model: Any = tiny_model("jamba", torch.float32)
+    mixer = next(
+        module for module in model.modules() if "Mamba" in type(module).__name__ and hasattr(module, "in_proj")
+    )
+    mixer.indexer, mixer.grouped = Indexer(), GroupedLinear(4, 4)
+    ends = {name.rpartition("mamba.")[2] for name in resolve_targets(model, "all-linear").modules if "mamba." in name}
+    assert ends == {"in_proj", "x_proj"}
+    assert resolve_targets(model, ["in_proj", "out_proj"]).modules == ["in_proj", "out_proj"]
+
+
 def test_a_shared_expert_as_wide_as_there_are_experts_is_no_router() -> None:
     """Qwen3-Next has 512 experts, and a shared one of width 512."""
     from transformers import AutoModelForCausalLM, Qwen2MoeConfig

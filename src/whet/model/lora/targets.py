@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from whet.compat.bitsandbytes_private import quant_state
 from whet.compat.transformers_private import is_experts_module
 from whet.core.errors import WhetError
 from whet.model.quantize import weight_shape
@@ -38,7 +39,8 @@ def resolve_targets(model: Any, targets: list[str] | str) -> Targets:
     if not stacks:
         return Targets(targets)
     if targets == "all-linear":
-        others = {model.get_output_embeddings(), *map(model.get_submodule, router_names(model))}
+        routers = map(model.get_submodule, router_names(model))
+        others = {model.get_output_embeddings(), *routers, *_without_effect(model)}
         plain = [name for name, module in model.named_modules() if _is_linear(module) and module not in others]
         return Targets(plain, _shortened(stacks, stacks))
     linear = [name for name, module in model.named_modules() if _is_adaptable(module)]
@@ -111,6 +113,24 @@ def _rows(module: nn.Module) -> int:
     if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
         return 0
     return int(getattr(module, "out_features", len(weight)))  # a 4-bit weight is packed
+
+
+def _without_effect(model: nn.Module) -> Iterator[nn.Module]:
+    """Linear layers whose adapters would learn nothing or cannot be computed: indexers of sparse attention, whose
+    choice of tokens has no gradient; layers of Mamba whose weights go to fused kernels, which do not see an adapter;
+    and layers with a product of their own, such as one for each group of heads."""
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind.endswith("Indexer"):
+            yield from module.modules()
+        elif "Mamba" in kind:
+            yield from (child for name, child in module.named_children() if name in ("dt_proj", "out_proj"))
+        elif isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward and not _is_4bit(module):
+            yield module
+
+
+def _is_4bit(layer: nn.Linear) -> bool:
+    return quant_state(layer.weight) is not None
 
 
 def _is_linear(module: nn.Module) -> bool:
