@@ -61,6 +61,24 @@ def test_a_session_keeps_its_messages_until_reset(chat_model: InferenceModel) ->
     assert session.messages == [Message("system", "Be long.")]
 
 
+def test_a_long_reply_is_streamed_without_decoding_all_of_it_again(renderer: Renderer) -> None:
+    text = "Rīga 東京 🙂🙂 naïve\n" * 60
+    ids = renderer.tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) > 600
+    lengths: list[int] = []
+
+    def decode(some: Sequence[int]) -> str:
+        lengths.append(len(some))
+        return renderer.decode_answer(some)
+
+    for stop in ((), ("never " * 4,)):
+        stream = TextStream(decode, stop)
+        shown = [stream.push(token) for token in ids]
+        assert "".join(shown) + stream.flush(renderer.decode_answer(ids)) == renderer.decode_answer(ids)
+        assert max(lengths) < (100 if not stop else 500)
+        assert sum(map(bool, shown)) > 100
+
+
 def test_streamed_text_is_the_reply(model: Any, renderer: Renderer) -> None:
     for seed in range(5):
         sampling = Sampling(temperature=3.0, top_k=0, seed=seed, max_new_tokens=30)

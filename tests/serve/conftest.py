@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from web_servers import running
+from web_servers import http_client, running
 
 from whet.inference.inference_model import InferenceModel
 from whet.inference.online_engine import NO_ADAPTERS
@@ -61,7 +61,7 @@ def client(server: str) -> Iterator[Any]:
 
 @pytest.fixture
 def http(server: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server, timeout=60) as found:
+    with http_client(server) as found:
         yield found
 
 

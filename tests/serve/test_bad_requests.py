@@ -14,6 +14,7 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from web_servers import http_client
 
 from whet.inference.inference_model import InferenceModel
 from whet.serve.requests import ChatRequest, CompletionRequest, parse_request
@@ -147,7 +148,7 @@ def test_any_json_is_a_request_or_refused_with_a_reason(
 @settings(max_examples=20, deadline=None)
 @given(st.dictionaries(FIELDS.filter(lambda name: name != "n"), JSON | TEXT, max_size=3))
 def test_any_json_gets_an_answer_from_a_server(server: str, changes: dict[str, Any]) -> None:
-    with httpx.Client(base_url=server, timeout=60) as http:
+    with http_client(server) as http:
         answer = http.post(CHAT, content=json.dumps({**GOOD, **changes, "max_tokens": 1}))
         assert answer.status_code in (200, 400, 404), answer.text
         assert answer.status_code == 200 or answer.json()["error"]["message"]
@@ -174,7 +175,7 @@ def gate(tiny: InferenceModel) -> Iterator[threading.Event]:
 def test_requests_over_the_limit_get_429_and_a_disconnect_frees_the_slot(
     serve_tiny: Callable[..., contextlib.AbstractContextManager[str]], gate: threading.Event
 ) -> None:
-    with serve_tiny(max_requests=1) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with serve_tiny(max_requests=1) as url, http_client(url) as http:
         gate.clear()
         with http.stream("POST", CHAT, json={**GOOD, "max_tokens": 4000, "stream": True}) as stream:
             next(stream.iter_lines())
@@ -192,7 +193,7 @@ def test_requests_over_the_limit_get_429_and_a_disconnect_frees_the_slot(
 def test_a_client_that_leaves_while_it_waits_for_a_whole_answer_frees_the_slot(
     serve_tiny: Callable[..., contextlib.AbstractContextManager[str]], gate: threading.Event
 ) -> None:
-    with serve_tiny(max_requests=1) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with serve_tiny(max_requests=1) as url, http_client(url) as http:
         body = json.dumps({**GOOD, "max_tokens": 4000}).encode()
         address = httpx.URL(url)
         gate.clear()
@@ -230,7 +231,7 @@ def test_a_connection_without_a_request_is_closed(
 def test_a_failure_of_the_engine_ends_its_requests_and_not_the_server(
     serve_tiny: Callable[..., contextlib.AbstractContextManager[str]], tiny: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with serve_tiny() as url, httpx.Client(base_url=url, timeout=60) as http:
+    with serve_tiny() as url, http_client(url) as http:
 
         def fail(*_: Any) -> None:
             raise RuntimeError("the device has no memory left")

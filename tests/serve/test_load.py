@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import statistics
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import AsyncOpenAI
+from web_servers import http_client
 
 from small_models import smollm2_folder
 
@@ -34,6 +36,10 @@ def url(real_python: str) -> Iterator[str]:
         assert server.wait(120) == 0
 
 
+def question(number: int) -> str:
+    return f"Tell me {number + 3} facts about the number {number}."
+
+
 async def stream_chats(url: str, clients: int, tokens: int) -> tuple[list[dict[str, Any]], list[int]]:
     """(each client's text, chunks and times; the server's memory meanwhile)."""
     memory: list[int] = []
@@ -44,7 +50,7 @@ async def stream_chats(url: str, clients: int, tokens: int) -> tuple[list[dict[s
         began, first, text = time.monotonic(), None, ""
         stream = await client.chat.completions.create(
             model="builtin:smollm2", stream=True, temperature=0, max_tokens=tokens,
-            messages=[{"role": "user", "content": f"Tell me {number + 3} facts about the number {number}."}],
+            messages=[{"role": "user", "content": question(number)}],
         )  # fmt: skip
         reason = None
         async for chunk in stream:
@@ -77,8 +83,10 @@ async def stream_chats(url: str, clients: int, tokens: int) -> tuple[list[dict[s
 
 
 @pytest.mark.slow
-def test_64_concurrent_chats_on_two_cores(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_64_concurrent_chats_on_two_cores(url: str, whet: Any, capsys: pytest.CaptureFixture[str]) -> None:
     (alone,), idle = asyncio.run(stream_chats(url, 1, TOKENS))
+    chat = whet("chat", "builtin:smollm2", "--prompt", question(0), "--max-new-tokens", TOKENS, "--json")
+    assert json.loads(chat.out)["answer"] == alone["text"]
     began = time.monotonic()
     answers, memory = asyncio.run(stream_chats(url, 64, TOKENS))
     seconds = time.monotonic() - began
@@ -102,11 +110,11 @@ def test_many_clients_get_the_answers_that_each_gets_alone(server: str) -> None:
 
     def ask(number: int) -> str:
         body = {"model": "tiny", "prompt": f"Number {number}:", "max_tokens": 6, "temperature": 0}
-        answer = httpx.post(f"{server}v1/completions", json=body, timeout=60)
+        answer = http.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["text"])
 
-    alone = [ask(number) for number in range(16)]
-    with ThreadPoolExecutor(16) as pool:
+    with http_client(server) as http, ThreadPoolExecutor(16) as pool:
+        alone = [ask(number) for number in range(16)]
         assert list(pool.map(ask, range(16))) == alone
     assert len(set(alone)) > 4

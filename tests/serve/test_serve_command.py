@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from web_servers import http_client
 
 TOKEN = "0123456789abcdef0123"
 
@@ -46,7 +47,7 @@ def test_sigterm_lets_an_answer_finish_and_nothing_shows_the_token(process: tupl
         "model": "builtin:tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 300, "stream": True,
         "temperature": 0,
     }  # fmt: skip
-    with httpx.Client(base_url=url, timeout=60) as http:
+    with http_client(url) as http:
         assert http.get("/v1/models").status_code == 401
         assert http.post("/v1/chat/completions", json=body).status_code == 401
         assert http.get("/health").status_code == 200

@@ -6,6 +6,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+import httpx
+
 from whet.web.guard import App
 from whet.web.server import WebServer, bind, url_of
 
@@ -26,3 +28,8 @@ def running(app: App) -> Iterator[str]:
             server.stop()
             thread.join(60)
             assert not thread.is_alive()
+
+
+def http_client(url: str) -> httpx.Client:
+    """A client for plain HTTP; reading certificates would take longer than the requests."""
+    return httpx.Client(base_url=url, timeout=60, verify=False)

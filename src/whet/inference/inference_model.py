@@ -127,29 +127,40 @@ class TextStream:
     """Turns tokens into text while they arrive.
 
     It holds back an incomplete character, which may take several tokens, and text that may be part of a stop string.
+    Only the last tokens are decoded again: with all of them, a long answer would take quadratic time.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode, self._stop = decode, stop
         self._held = max((len(string) for string in stop), default=1) - 1
+        self._window = 32 + 4 * self._held  # a token has a character or a byte at least
         self._ids: list[int] = []
-        self._shown = 0
+        """The last tokens: their text begins after `_before` characters of the reply."""
+        self._before = self._shown = 0
 
     def push(self, token: int) -> str:
         """Add a token; return the text that is now certain."""
         self._ids.append(token)
         text = self._decode(self._ids)
+        if len(self._ids) >= 2 * self._window:
+            last = self._ids[-self._window :]
+            recent = self._decode(last)
+            before = self._before + len(text) - len(recent)
+            if text.endswith(recent) and before <= self._shown:  # not in the middle of a character
+                self._ids, self._before, text = last, before, recent
         certain = min(len(text) - self._held, len(text_before_stop(text, self._stop)))
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             certain = min(certain, len(text.rstrip("\N{REPLACEMENT CHARACTER}")))
-        return self._advance(text, certain)
+        return self._advance(text, certain, self._before)
 
     def flush(self, text: str) -> str:
         """The rest of the complete reply."""
-        return self._advance(text, len(text))
+        return self._advance(text, len(text), 0)
 
-    def _advance(self, text: str, end: int) -> str:
-        new = text[self._shown : max(end, self._shown)]
+    def _advance(self, text: str, end: int, before: int) -> str:
+        """Show `text`, which begins after `before` characters of the reply, up to `end`."""
+        start = self._shown - before
+        new = text[start : max(end, start)]
         self._shown += len(new)
         return new
 
