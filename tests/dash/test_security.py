@@ -101,6 +101,14 @@ def test_a_button_pressed_by_another_site_does_nothing(dash, runs):
     assert server.request("OPTIONS", "/api/run/stop", None, {"origin": "http://evil.example"}).status in (403, 405)
 
 
+def test_a_page_of_another_site_cannot_even_ask(dash, runs):
+    server = dash(runs)
+    for site in ("cross-site", "same-site"):
+        assert server.get("/api/runs", {"sec-fetch-site": site}).status == 403
+        assert server.get("/", {"sec-fetch-site": site}).status == 200  # a link to the page
+    assert server.get("/api/runs", {"sec-fetch-site": "same-origin"}).status == 200
+
+
 def test_no_answer_allows_other_origins(dash, runs):
     headers = dash(runs).get("/api/session", {"origin": "http://evil.example"}).headers
     assert not any(name.startswith("access-control") for name in headers)
@@ -150,7 +158,7 @@ def test_a_link_in_a_run_does_not_show_what_it_leads_to(dash, runs, name):
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(outside if "." not in link.name else outside / "rank-0.log")
     server = dash(runs)
-    for path in ("/api/run", "/api/run/log", "/api/run/curves", "/api/run/ledger", "/api/run/evaluations"):
+    for path in ("/api/run", "/api/run/log", "/api/run/curves", "/api/run/ledger"):
         answer = server.get(path, run="one")
         assert answer.status == 404
         assert b"the secret" not in answer.body

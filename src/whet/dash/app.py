@@ -28,7 +28,7 @@ from whet.dash.model_process import ModelProcess
 from whet.dash.model_routes import add_model_routes
 from whet.dash.registry_view import registered_models
 from whet.dash.responses import add_error_handlers, file_response, json_response, require_page, stream_response
-from whet.dash.run_details import describe_run, evaluations, ledger_lines, log_tail, summary_json
+from whet.dash.run_details import describe_run, ledger_lines, log_tail, summary_json
 from whet.dash.runs_folder import NotFoundError, RunsFolder
 from whet.evaluation.training_losses import LossPattern
 from whet.report.charts import smoothing_beta
@@ -92,10 +92,6 @@ def create_app(root: Path, feeds: Feeds) -> FastAPI:
         with file.lock:
             file.refresh(0.5)
             return json_response(describe_run(folders, name, file))
-
-    @app.get("/api/run/evaluations")
-    def run_evaluations(name: RunName) -> Response:
-        return json_response({"evaluations": evaluations(folders.find(name))})
 
     @app.get("/api/run/curves")
     def curves(

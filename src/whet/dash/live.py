@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+from whet.core.console import print_traceback
 from whet.core.errors import WhetError
 from whet.dash.curves import new_lines
 from whet.dash.metrics_file import MetricsFile
@@ -64,10 +65,15 @@ class Feed:
                 self._task = None
 
     async def _run(self) -> None:
-        while True:
-            for name, value in await asyncio.to_thread(self._poll):
-                self._send(b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n")
-            await asyncio.sleep(POLL_S)
+        try:
+            while True:
+                for name, value in await asyncio.to_thread(self._poll):
+                    self._send(b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n")
+                await asyncio.sleep(POLL_S)
+        except Exception:
+            print_traceback()
+            for queue in list(self.clients):  # they come back, to a new feed
+                _end(queue)
 
     def close(self) -> None:
         if self._loop is not None:

@@ -98,6 +98,8 @@ class MetricsFile:
         """Read what is new, for so long; False if some is left. The caller holds `lock`."""
         end = None if seconds is None else time.monotonic() + seconds
         try:
+            if self.path.exists() and not self.path.is_file():  # a pipe would block
+                return True
             with self.path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if not self._continues(file, size):

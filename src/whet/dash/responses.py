@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -23,8 +24,21 @@ _HEADERS = {"content-security-policy": _POLICY}
 
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON; lone surrogates, which JSON can name and UTF-8 cannot encode, become question marks."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+    """Compact JSON; lone surrogates, which JSON can name and UTF-8 cannot encode, become question marks, and numbers
+    that are not finite, as in a damaged file, null."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -54,6 +68,9 @@ def require_page(csrf: str) -> Callable[[Request], None]:
 
     def check(request: Request) -> None:
         if request.method == "GET":
+            is_foreign = request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+            if is_foreign and request.url.path.startswith("/api/"):  # it could not read the answer, but cost time
+                raise HTTPException(403, "requests of other sites are refused")
             return
         if not hmac.compare_digest(request.headers.get("x-whet-csrf", "").encode(), csrf.encode()):
             raise HTTPException(403, "the header x-whet-csrf is missing or of another server: reload the page")

@@ -19,7 +19,7 @@ from whet.dash.runs_folder import RunsFolder
 from whet.evaluation.statistics import bootstrap_interval
 from whet.report.blocks import AnswersOverTime, Cell, Facts, Section, Styled, Table
 from whet.report.formatting import format_share
-from whet.report.run_view import FIXED_PROMPTS, LoggedSample, RunView, as_list
+from whet.report.run_view import FIXED_PROMPTS, LoggedSample, RunView
 from whet.report.sections import effect_section, exports_section, plan_section, prompts_section
 from whet.report.summary import summarize_run
 from whet.runs.summary import RunSummary
@@ -133,8 +133,11 @@ def _costs_json(costs: Costs | None) -> dict[str, Any] | None:
 
 
 def _best_checkpoint(folder: Path) -> str | None:
+    file = folder / "checkpoints" / "best"
+    if not file.is_file():
+        return None
     try:
-        return (folder / "checkpoints" / "best").read_text().partition("\n")[0].strip()[:40] or None
+        return file.read_text().partition("\n")[0].strip()[:40] or None
     except (OSError, UnicodeDecodeError):
         return None
 
@@ -213,6 +216,8 @@ def log_ranks(folder: Path) -> list[int]:
 
 def log_tail(file: Path, position: int | None) -> tuple[list[str], int]:
     """The lines of a log after a position, or its last ones, and where to go on. A line without an end waits."""
+    if not file.is_file():  # a pipe would block
+        return [], 0
     size = file.stat().st_size
     start = max(0, size - _LOG_BYTES) if position is None or position > size else max(position, size - _LOG_BYTES)
     with file.open("rb") as opened:
@@ -223,15 +228,3 @@ def log_tail(file: Path, position: int | None) -> tuple[list[str], int]:
     if start and start != position:
         lines = lines[1:]  # half of one
     return [mask_secrets(line)[:2000] for line in lines], start + end
-
-
-def evaluations(folder: Path) -> list[dict[str, Any]]:
-    """The results of `whet eval`, without the answers."""
-    found = []
-    for file in sorted(folder.glob("evals/step-*.json"))[-50:]:
-        record = parse_json_line(file.read_bytes().replace(b"\n", b" ") + b"\n")
-        if record is not None:
-            scored = len(as_list(record.get("scored")))
-            found.append({key: value for key, value in record.items() if key not in ("scored", "hash")}
-                         | {"file": file.name, "scored_tasks": scored})  # fmt: skip
-    return found

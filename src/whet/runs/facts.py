@@ -69,9 +69,7 @@ def read_facts(folder: Path) -> RunFacts:
         if os.path.exists(f"{folder}/{name}") and not os.path.isfile(f"{folder}/{name}")  # noqa: PTH110, PTH113
     ]
     if problems:  # a pipe, for one, would block whoever reads it
-        return RunFacts(
-            {}, False, None, None, "val_loss", None, None, None, None, 0.0, (), None, 0.0, 1, tuple(problems)
-        )
+        return RunFacts({}, False, None, None, "val_loss", None, None, None, None, 0.0, (), None, None, tuple(problems))
     status: dict[str, Any] = {}
     is_readable = True
     try:

@@ -19,10 +19,12 @@ export async function show(main, place) {
   const curves = new Curves(name, details, chosen.element, (step) => { curves.mark(step); chosen.open(step); });
   const log = logView(name, details.ranks);
   const losses = h("div", {});
+  const open = (step) => { curves.mark(step); chosen.open(step); };
   const parts = [
-    curves.element, losses, events(details.events, (step) => { curves.mark(step); chosen.open(step); }),
-    scores(details), prompts(details.prompts), ledger(name, details.sources), promises(details.promises), costs(details),
-    coverage(details.plan), reported(details.reported), log.element, configuration(details.config),
+    curves.element, losses, ...[
+      () => events(details.events, open), () => scores(details), () => prompts(details.prompts), () => ledger(name, details.sources),
+      () => promises(details.promises), () => costs(details), () => coverage(details.plan), () => reported(details.reported),
+    ].map(guarded), log.element, configuration(details.config),
   ].flat().filter(Boolean);
   const jump = h("nav", { class: "jump", "aria-label": "Sections" }, parts.filter(({ id }) => id)
     .map((part) => h("a", { href: `#${part.id}`, onclick: (event) => { event.preventDefault(); part.scrollIntoView(); part.querySelector("h2").setAttribute("tabindex", "-1"); part.querySelector("h2").focus(); } }, part.querySelector("h2").textContent)));
@@ -49,6 +51,15 @@ export async function show(main, place) {
     again: () => { log.clear(); curves.reload(); },
   });
   return () => { end(); curves.destroy(); };
+}
+
+// A part made from a damaged file does not take the others with it.
+function guarded(make) {
+  try {
+    return make();
+  } catch (error) {
+    return h("p", { class: "bad" }, `A part of this run cannot be shown: ${error.message}`);
+  }
 }
 
 function drawHeader(header, name, summary, details) {

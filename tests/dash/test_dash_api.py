@@ -300,11 +300,25 @@ def test_a_damaged_run_is_shown_with_what_is_left(dash, tmp_path):
     damage = " ".join(answer.json["damage"])
     assert all(name in damage for name in ("status.json", "plan.json", "ledger.json", "metrics.jsonl: 1 lines"))
     assert server.get("/api/run/curves", run="bad").json["rows"] == 10
-    for path in ("/api/run/step?step=1&", "/api/run/ledger?", "/api/run/evaluations?"):
+    for path in ("/api/run/step?step=1&", "/api/run/ledger?", "/api/run/losses?"):
         assert server.get(f"{path}run=bad").status in (200, 400, 404)
     (run / "config.yaml").write_text("{{{")
     assert server.get("/api/run", run="bad").json["damage"]
     assert server.get("/api/runs").status == 200
+
+
+def test_numbers_that_are_not_finite_and_pipes_in_place_of_files_do_no_harm(dash, tmp_path):
+    run = make_run(tmp_path / "one")
+    (run / "plan.json").write_text('{"steps": NaN, "rows": Infinity, "batch": [1e999], "text": "\\ud800"}')
+    server = dash(tmp_path)
+    assert server.get("/api/run", run="one").json["plan"]["steps"] is None
+    (run / "logs").mkdir()
+    (run / "checkpoints").mkdir()
+    for name in ("metrics.jsonl", "logs/rank-0.log", "checkpoints/best", "samples.jsonl", "losses.bin", "ledger.jsonl"):
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+    for path in ("/api/runs", "/api/run?run=one", "/api/run/curves?run=one", "/api/run/log?run=one"):
+        assert server.get(path).status in (200, 400, 404)
 
 
 def test_lines_of_the_ledger_behind_a_branch(dash, tmp_path):
