@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from whet.core.errors import WhetError
+from whet.core.processes import is_alive
 from whet.data.conversation import Message
 from whet.data.render.renderer import Renderer
 from whet.exporting import llama_cpp
@@ -71,22 +72,38 @@ def test_without_a_quantizer_the_line_that_installs_it_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
+def install_quantizer(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A llama-quantize on the PATH, where cyllama is not installed."""
+    folder.mkdir()
+    program = folder / "llama-quantize"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(llama_cpp, "is_installed", lambda: False)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
 @pytest.mark.parametrize("script", ["echo 'main: failed to quantize: no fallback'; exit 1", "kill -9 $$", "exit 0"])
 def test_a_quantizer_that_fails_leaves_nothing_behind(
     random_model: Callable[..., Any], export_spec_of: Callable[..., Any], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, script: str,
 ) -> None:  # fmt: skip
-    program = tmp_path / "bin" / "llama-quantize"
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(llama_cpp, "is_installed", lambda: False)
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    install_quantizer(tmp_path / "bin", script, monkeypatch)
     spec = export_spec_of(random_model("llama"), "q4_k_m", calibration=[[3, 4, 5, 6]])
     words = "no fallback" if "echo" in script else "it ended with code"
     with pytest.raises(WhetError, match=f"llama.cpp cannot quantize this model to q4_k_m: .*{words}"):
         write_export(spec, "gguf", tmp_path / "out" / "gguf", PROBES)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_ctrl_c_ends_the_quantizer_and_leaves_nothing_behind(
+    random_model: Callable[..., Any], export_spec_of: Callable[..., Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    install_quantizer(tmp_path / "bin", f"echo $$ > {tmp_path / 'pid'}; kill -INT $PPID; exec sleep 60", monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        write_export(export_spec_of(random_model("llama"), "q4_k_m"), "gguf", tmp_path / "out" / "gguf", PROBES)
+    assert list((tmp_path / "out").iterdir()) == []
+    assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
 def test_the_importance_matrix_is_the_mean_square_of_each_input(

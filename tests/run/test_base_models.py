@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -14,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, GPT
 
 from whet.config import Config
 from whet.data.conversation import Conversation, Message, Origin
+from whet.data.indexed_dataset import IndexedWriter
 from whet.data.render.renderer import Rendered, Renderer
-from whet.run.data import load_run_tokenizer
+from whet.run.data import load_run_tokenizer, prepare_data
 from whet.tokenizer.named_templates import NAMED_TEMPLATES
 
 EOS, BOS = "<|endoftext|>", "<s>"
@@ -80,6 +82,22 @@ def test_plain_text_needs_no_template(base: Path, whet: Callable[..., Any], tmp_
     refused = whet("chat", str(base), "--prompt", "hi")
     assert refused.code == 1
     assert "`template: chatml`" in refused.err
+
+
+def test_token_files_need_no_template(base: Path, tmp_path: Path) -> None:
+    writer = IndexedWriter(tmp_path / "tokens", np.uint16)
+    tokens = np.array([5, 6, 7, 0], dtype=np.int32)
+    for _ in range(20):
+        writer.add(tokens, np.array([len(tokens)], dtype=np.int32))
+    writer.finish()
+    config = Config.model_validate(
+        {"model": {"path": str(base)},
+         "data": {"sources": [{"path": str(tmp_path / "tokens.bin")}], "validation": {"fraction": 0.2}},
+         "train": {"batch": {"conversations": 4}, "optimizer": {"lr": 0.1}}}
+    )  # fmt: skip
+    data = prepare_data(config)
+    assert len(data.train_documents) + len(data.validation_documents) == 20
+    assert data.train.store.ids(int(data.train_documents[0])).tolist() == tokens.tolist()
 
 
 @pytest.mark.parametrize("settings", [(), ("adapter={rank: 2}",)], ids=["full", "lora"])

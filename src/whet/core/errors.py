@@ -127,6 +127,7 @@ something else at each place, and is handled there."""
 
 _OS_ERROR_TEXTS = (
     (errno.ENOSPC, "No space left on device"),
+    (errno.ENOSPC, " requested and "),  # numpy: "51200 requested and 44632 written"
     (errno.ENOSPC, "inline_container"),  # torch.save on a full disk: "enforce fail at inline_container.cc"
     (errno.EROFS, "Read-only file system"),
     (errno.EIO, "Input/output error"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -30,6 +31,7 @@ _CHILD = (sys.executable, "-m", "whet.exporting.llama_cpp_child")
 _STEP = re.compile(r"\[\s*\d+/\s*\d+\]")
 """The log of the quantizer: [  12/ 290] blk.0.attn_k.weight - …"""
 _KEPT_LINES = 40
+_LEAST_FREE_BYTES = 2**16
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "GGML_NO_BACKTRACE": "1"}
 """Threads that wait by computing make a busy machine 50 times slower; llama.cpp starts a debugger when it aborts."""
 
@@ -88,6 +90,8 @@ def quantize_file(source: Path, target: Path, dtype: ExportDtype, importance_mat
             lines = [*lines[1 - _KEPT_LINES :], line]
             if _STEP.search(line):
                 bar.advance()
+    if shutil.disk_usage(target.parent).free < _LEAST_FREE_BYTES:  # llama.cpp may end a file early and say nothing
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
     if process.returncode != 0 or not target.exists():
         raise LlamaCppError(_reason(lines, process.returncode))
 
@@ -149,4 +153,4 @@ def _reason(lines: Sequence[str], code: int | None) -> str:
     wrong = [line for line in lines if re.search(r"\berror|failed|GGML_ASSERT|Missing", line)]
     told = [line for line in wrong if not line.startswith("error: ")]  # of the child, which has seen a code only
     found = next(iter(told or wrong or [line for line in reversed(lines) if line]), "")
-    return found.strip() or f"it ended with code {code}"
+    return " ".join(found.removeprefix("warning:").split()) or f"it ended with code {code}"
