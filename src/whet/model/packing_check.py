@@ -81,7 +81,7 @@ def choose_packing(root: LossModel, vocabulary: int, longest: int) -> None:
         root.with_full_weights(functools.partial(_check_packed, root, vocabulary, longest))
         return
     except LeakError as error:
-        if root.with_full_weights(functools.partial(_resets_state, root, vocabulary, longest)):
+        if _resets_state(root, vocabulary, longest):
             return
         root.unpacked = str(error)
     except PackingError as error:
@@ -91,6 +91,7 @@ def choose_packing(root: LossModel, vocabulary: int, longest: int) -> None:
         root.unpacked = f"its code fails on packed conversations ({describe_error(error)})"
     use_native_attention(root.language_model)
     root.with_full_weights(functools.partial(_check_unpacked, root, vocabulary, longest))
+    _check_backward(root, vocabulary)
     rope = length_dependent_rope(root.language_model, longest)
     root.rope_switch = None if rope is None else rope.switch
     counts_by_batch = rope is not None and root.router_aux_loss is not None
@@ -161,13 +162,9 @@ def _check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
             other = root.hidden_unpacked([torch.cat([tokens[:7], tokens[:1]])])
             largest = _largest_logit(head, hidden)
             own = {scale: _reference_logits(model, tokens, scale, 1) for scale in (1.0, _LARGE_LOGIT / largest)}
-            _with_gradients(root, lambda: root.hidden_unpacked([tokens]))
         except _PROBE_FAILURES as error:
             _raise_if_not_the_model(error)
-            raise WhetError(
-                f"model.path: {name} cannot be trained: its code fails on a conversation ({describe_error(error)}). "
-                "Use another model; with an adapter, try adapter.targets that name the attention layers alone"
-            ) from None
+            raise _broken_code(model, error) from None
     change = (hidden - other)[:7].abs().max().item()  # same shapes, so hardly any rounding differences
     if not change <= 1e-3 * hidden.abs().max().item():
         raise WhetError(
@@ -180,6 +177,25 @@ def _check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
             f"model.path: whet's logits differ from those of {name} itself by {difference:.3g}: it transforms its "
             "logits in a way that whet does not support, and would be trained wrongly. Use another model"
         )
+
+
+def _check_backward(root: LossModel, vocabulary: int) -> None:
+    """Compute a gradient: kernels can lack a backward pass on a device."""
+    tokens = torch.arange(8, device=next(root.parameters()).device) * 7919 % vocabulary
+    with eval_mode(root):
+        try:
+            _with_gradients(root, lambda: root.hidden_unpacked([tokens]))
+        except _PROBE_FAILURES as error:
+            _raise_if_not_the_model(error)
+            raise _broken_code(root.language_model, error) from None
+
+
+def _broken_code(model: nn.Module, error: Exception) -> WhetError:
+    return WhetError(
+        f"model.path: {type(model).__name__} cannot be trained: its code fails on a conversation "
+        f"({describe_error(error)}). Use another model; with an adapter, try adapter.targets that name the attention "
+        "layers alone"
+    )
 
 
 def _selects_tokens(model: nn.Module, longest: int) -> bool:
@@ -206,10 +222,13 @@ def _resets_state(root: LossModel, vocabulary: int, longest: int) -> bool:
     tokens = (torch.arange(16, device=next(root.parameters()).device) * 7919 % vocabulary).split(8)
     layers = []
     try:
-        layers = find_recurrent_layers(root.language_model, lambda: hidden_of_documents(root, tokens), 8, 16)
+        run_packed = functools.partial(hidden_of_documents, root, tokens)
+        layers = root.with_full_weights(
+            functools.partial(find_recurrent_layers, root.language_model, run_packed, 8, 16)
+        )
         reset_state_between_documents(layers)
         if layers:
-            _check_packed(root, vocabulary, longest)
+            root.with_full_weights(functools.partial(_check_packed, root, vocabulary, longest))
         if layers and _packs_exactly(root, _probed_documents(root, vocabulary, longest)):
             return True
     except (PackingError, *_PROBE_FAILURES) as error:
@@ -237,9 +256,14 @@ def _packs_exactly(root: LossModel, documents: list[Tensor]) -> bool:
     )
 
 
-@torch.enable_grad()
 def _with_gradients(root: LossModel, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """Hidden states of one row, and the gradient of a weighted sum of them for each embedding."""
+    """Hidden states of one row, and the gradient of a weighted sum of them for each embedding. A pass of its own: a
+    backward pass shards the root's weights again."""
+    return root.with_full_weights(functools.partial(_hidden_and_gradients, root, compute))
+
+
+@torch.enable_grad()
+def _hidden_and_gradients(root: LossModel, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     embeddings = []
 
     def detach(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
