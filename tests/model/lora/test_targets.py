@@ -76,6 +76,16 @@ def test_all_linear_leaves_out_layers_that_would_learn_nothing() -> None:
     assert resolve_targets(model, ["in_proj", "out_proj"]).modules == ["in_proj", "out_proj"]
 
 
+@pytest.mark.parametrize("settings", [{"method": "dora"}, {"dropout": 0.1}], ids=str)
+def test_the_remedy_for_what_experts_cannot_do_names_no_experts(settings: dict[str, Any]) -> None:
+    """The names of dense layers and shared experts are those of the experts' layers, too."""
+    with pytest.raises(WhetError, match=r"leave out the experts: adapter\.targets=\[.*\]$") as refused:
+        add_adapter(tiny_model("glm4_moe", torch.float32), AdapterConfig(rank=2, **settings), seed=0)
+    names = str(refused.value).rpartition("[")[2].removesuffix("]").split(", ")
+    assert names == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    add_adapter(tiny_model("glm4_moe", torch.float32), AdapterConfig(rank=2, targets=names, **settings), seed=0)
+
+
 def test_a_shared_expert_as_wide_as_there_are_experts_is_no_router() -> None:
     """Qwen3-Next has 512 experts, and a shared one of width 512."""
     from transformers import AutoModelForCausalLM, Qwen2MoeConfig

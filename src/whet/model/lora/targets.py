@@ -71,6 +71,14 @@ def resolve_targets(model: Any, targets: list[str] | str) -> Targets:
     return Targets(modules, [*_shortened([name for name in stacks if name in reached_stacks], stacks), *named_routers])
 
 
+def names_beside_experts(model: Any) -> list[str]:
+    """Last parts of the names of layers that all-linear reaches, without those that name layers of experts, too."""
+    stacks = expert_stacks(model)
+    others = [other for stack in stacks for other in _other_names(stack)]
+    ends = {name.rpartition(".")[2] for name in resolve_targets(model, "all-linear").modules} if stacks else set()
+    return sorted(end for end in ends if not any(_ends_with(other, end) for other in others))
+
+
 def expert_stacks(model: nn.Module) -> list[str]:
     """The names of stacked expert weights [experts, …], without biases."""
     return [
