@@ -295,6 +295,7 @@ def test_the_command_prints_its_address_and_listens_on_loopback_alone(tmp_path, 
             _, errors = process.communicate(timeout=30)
     assert process.returncode == 0
     assert "Traceback" not in errors
+    assert "shutdown failed" not in errors
 
 
 def test_a_folder_that_is_not_there_and_a_port_in_use_are_errors(whet, tmp_path):

@@ -84,6 +84,15 @@ class ModelProcess:
                 self._process.kill()
         self._process = None
 
+    async def close(self) -> None:
+        """End the process, and wait for its end."""
+        if self._idle is not None:
+            self._idle.cancel()
+        process = self._process
+        self.stop()
+        if process is not None:
+            await process.wait()
+
     def _error_report(self) -> str:
         if self._errors is None:
             return "no message"
