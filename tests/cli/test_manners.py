@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from whet.config import read_config
 from whet.core.errors import WhetError
+from whet.data.conversation import Message
+from whet.data.render.renderer import Renderer
+from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.weight_files import locate_model
+from whet.run.data import prepare_data
+from whet.run.load_models import load_inference_model
 
 RECIPE = (
     "model: {path: builtin:tiny}\ndata: {sources: [{path: my.jsonl}], validation: {sources: [{path: held.jsonl}]}}\n"
@@ -50,6 +56,36 @@ def test_settings_are_found_by_any_part_of_their_key_or_meaning(whet: Any) -> No
     assert "train.optimizer.lr" in whet("config", "lr").out
     assert "train.clip_norm" in whet("config", "gradient norm").out
     assert "no setting has 'xyzzy'" in whet("config", "xyzzy").err
+
+
+def test_a_system_message_for_conversations_without_one(tmp_path: Path, whet: Any) -> None:
+    """In training, and in a chat with the run; a conversation that has one keeps it. `check` shows the template's."""
+    own = '{"messages": [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi"}, '
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Hi", "completion": "Yo"}\n' * 3)
+    (tmp_path / "b.jsonl").write_text(own + '{"role": "assistant", "content": "Yo"}]}\n')
+    recipe = tmp_path / "a.yaml"
+    recipe.write_text(
+        "model: {path: builtin:tiny}\nexport: {at_end: none}\ntrain: {steps: 1}\n"
+        "data: {system: Be brief., sources: [{path: a.jsonl}, {path: b.jsonl}, {path: a.jsonl, system: Mine.}]}\n"
+        f"run: {{dir: {tmp_path / 'run'}}}\n"
+    )
+    data = prepare_data(read_config(recipe))
+    shown = [data.tokenizer.decode(data.train.store.ids(number)) for number in range(7)]
+    assert [next(each for each in ("Be brief.", "Own.", "Mine.") if each in text) for text in shown] == [
+        *["Be brief."] * 3, "Own.", *["Mine."] * 3,
+    ]  # fmt: skip
+    assert whet("train", str(recipe)).code == 0
+    model = load_inference_model(str(tmp_path / "run"))
+    assert "Be brief." in model.renderer.prompt_text([Message("user", "Hi")])
+    assert "Be brief." not in model.renderer.prompt_text([Message("system", "No."), Message("user", "Hi")])
+
+
+def test_the_system_message_that_a_template_writes_is_known() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(builtin_folder("builtin:tiny")))
+    plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    default = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    assert Renderer(tokenizer, "assistant", template=plain).default_system() == ""
+    assert Renderer(tokenizer, "assistant", template=default + plain).default_system() == "Be kind."
 
 
 def test_help_names_no_type_that_is_obvious(whet: Any) -> None:

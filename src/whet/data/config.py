@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -79,6 +79,9 @@ class Source(Section):
     )
     where: str | None = Field(
         default=None, description="Keep only records that match, such as: turns <= 6 and lang == 'de'."
+    )
+    system: str | None = Field(
+        default=None, description="The system message of conversations that have none; default: data.system."
     )
     calculator: Literal["calls", "remove"] = Field(
         default="remove",
@@ -183,6 +186,12 @@ class DataConfig(Section):
         "or for models without one chatml, llama3 or gemma, which add the tokens that they need.",
     )
     markers: Markers | None = Field(default=None, description="Delimit turns by markers instead of a chat template.")
+    system: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The system message of conversations that have none, in training, evaluation and chats with the "
+        "run.",
+    )
     train_on: Literal["assistant", "last", "all"] = Field(
         default="assistant",
         description="Which tokens are supervised: all assistant turns, only the last one, or every token.",
@@ -206,6 +215,24 @@ class DataConfig(Section):
     store: str | None = Field(
         default=None, description="The folder of the prepared data; default: a content-addressed folder in the cache."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pass_system_on(cls, given: Any) -> Any:
+        """data.system is that of every source without one."""
+        system = given.get("system") if isinstance(given, dict) else None
+        if system is None:
+            return given
+
+        def add(sources: Any) -> Any:
+            if not isinstance(sources, list):  # an error of its own
+                return sources
+            return [{"system": system, **each} if isinstance(each, dict) else each for each in sources]
+
+        given, held_out = {**given, "sources": add(given.get("sources"))}, given.get("validation")
+        if isinstance(held_out, dict) and "sources" in held_out:
+            given["validation"] = {**held_out, "sources": add(held_out["sources"])}
+        return given
 
     @model_validator(mode="after")
     def _no_overlap(self) -> DataConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,13 @@ class Message:
         if self.name is not None:
             turn["name"] = self.name
         return turn
+
+
+def with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
+    """The messages, after a system message if they have none."""
+    if not system or (messages and messages[0].role in ("system", "developer")):
+        return messages
+    return [Message("system", system), *messages]
 
 
 @dataclass(frozen=True, slots=True)

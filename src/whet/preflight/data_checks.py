@@ -312,6 +312,9 @@ def check_template(
     else:
         token = conversation_tokenizer.tokenizer.convert_ids_to_tokens(end)
         yield Finding("template", "ok", f"an answer ends with {token}, which is supervised")
+    if default := rendering.default_system().strip():
+        text = f"where a conversation has no system message, the template writes {default[:200]!r}"
+        yield Finding("system", "ok", f"{text}. To change it: data.system")
 
 
 def _double_bos_findings(data: RunData) -> Iterator[Finding]:

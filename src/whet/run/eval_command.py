@@ -177,7 +177,7 @@ def _evaluate_run(
     autocast = functools.partial(precision.autocast, ranks.device)
     model = build_model(config, precision, ranks.device, 0)
     root = LossModel(unwrap_peft(model))
-    renderer = Renderer(load_run_tokenizer(config), config.data.train_on)
+    renderer = Renderer(load_run_tokenizer(config), config.data.train_on, system=config.data.system)
     base_task_results = None
     if with_base and config.eval.tasks:
         base_task_results = evaluate_tasks(config, renderer, root, ranks, autocast)

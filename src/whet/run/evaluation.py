@@ -34,7 +34,9 @@ def evaluate_run(
     samples: list[AnsweredExample] = []
     autocast = functools.partial(precision.autocast, ranks.device)
     metrics, losses = evaluate_validation(config, data, root, ranks, autocast())
-    for result in evaluate_tasks(config, Renderer(data.tokenizer, config.data.train_on), root, ranks, autocast):
+    for result in evaluate_tasks(
+        config, Renderer(data.tokenizer, config.data.train_on, system=config.data.system), root, ranks, autocast
+    ):
         metrics[f"task/{result.task}"] = result.score
         if len(result.samples) < result.requested:
             metrics[f"scored/{result.task}"] = len(result.samples)
@@ -107,7 +109,7 @@ def require_prompts(config: Config, data: RunData, root: LossModel) -> None:
 def _inference_model(
     config: Config, data: RunData, root: LossModel, autocast: Callable[[], AbstractContextManager[object]]
 ) -> InferenceModel:
-    renderer = Renderer(data.tokenizer, config.data.train_on)
+    renderer = Renderer(data.tokenizer, config.data.train_on, system=config.data.system)
     stop_ids = stop_token_ids(renderer, config.model)
     return InferenceModel(root.language_model, renderer, stop_ids, config.model.path, autocast)
 

@@ -176,7 +176,7 @@ def _build_spec(
 ) -> ExportSpec:
     precision = resolve_precision(_with_recorded_precision(config), ranks.device, trains=False)
     trained = _open_trained_model(config, precision, step, ranks, request.shard_size)
-    renderer = Renderer(data.tokenizer, config.data.train_on)
+    renderer = Renderer(data.tokenizer, config.data.train_on, system=config.data.system)
     generation = GenerationSettings(
         data.tokenizer,
         stop_token_ids(renderer, config.model),

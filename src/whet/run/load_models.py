@@ -97,7 +97,7 @@ def _load_run(path: Path, step: str, load: LoadMode) -> tuple[Config, nn.Module,
     number = directory.resolve_step(path / "checkpoints", step)
     model = load_checkpoint_model(config, number, init_distributed())
     cast_trained_modules_(model)
-    return config, model, Renderer(load_run_tokenizer(config), "assistant")
+    return config, model, Renderer(load_run_tokenizer(config), "assistant", system=config.data.system)
 
 
 # Models by reference.

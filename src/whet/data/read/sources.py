@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from whet.data.conversation import (
     ParsedRecord,
     PlainText,
     TokenizedDocument,
+    with_system,
 )
 from whet.data.read.arrow_tables import TableRow
 from whet.data.read.container import Container, DecodedRecord, RawRecord
@@ -32,6 +34,7 @@ from whet.data.read.unsupported_records import reject_unsupported
 
 _CONTENT_OPTIONS = {
     "format", "fields", "split", "subset", "start", "stop", "step", "max_samples", "where", "calculator", "mask",
+    "system",
 }  # fmt: skip
 """Options of a source that change what is read; part of its fingerprint."""
 
@@ -81,11 +84,17 @@ class SourceReader:
                     return FilteredRecord(origin, "filter")
             parsed = self._parse(record, self._names, origin) if parsed is None else parsed
             reject_unsupported(record, parsed, self._names)
-            return parsed
+            return self._with_system(parsed)
         except BadRecordError as error:
             return BadRecord(origin, error.reason, str(error))
         except RecursionError:
             return BadRecord(origin, "broken JSON", "the record is nested too deeply")
+
+    def _with_system(self, parsed: ParsedRecord) -> ParsedRecord:
+        system = self.source.system
+        if not system or not isinstance(parsed, Conversation):
+            return parsed
+        return replace(parsed, messages=tuple(with_system(parsed.messages, system)))
 
 
 def read_source(source: Source) -> Iterator[ParsedRecord]:

@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from whet.core.errors import BadRecordError, WhetError
-from whet.data.conversation import Conversation, MarkedText, Message, Origin, PlainText
+from whet.data.conversation import Conversation, MarkedText, Message, Origin, PlainText, with_system
 from whet.data.render.layout_cache import Layout, LayoutCache, Span
 from whet.data.render.layout_finder import LayoutFinder, MarkerTokens
 from whet.data.render.prompt_encoder import FIRST_WORDS, PromptEncoder
@@ -89,8 +89,10 @@ class Renderer:
         today: str | None = None,
         template: str | None = None,
         cached: bool = True,
+        system: str | None = None,
     ) -> None:
-        """`template` replaces the tokenizer's own; `cached=False` renders every conversation in full."""
+        """`template` replaces the tokenizer's own; `cached=False` renders every conversation in full. `system`: the
+        system message of prompts that have none (data.system; sources add it to conversations)."""
         if not getattr(tokenizer, "is_fast", False):
             raise WhetError(
                 f"the tokenizer of {tokenizer.name_or_path} is a slow tokenizer, which gives no token offsets. "
@@ -98,6 +100,7 @@ class Renderer:
             )
         self.tokenizer = tokenizer
         self.train_on = train_on
+        self._system = system
         self.text = TemplateText(tokenizer, template, today)
         self._markers = MarkerTokens(tokenizer, stop_ids)
         self.stop_markers = self._markers.stops
@@ -155,8 +158,24 @@ class Renderer:
     def prompt_text(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """The rendered messages, and the generation prompt."""
         self.text.require()
+        messages = with_system(messages, self._system)
         conversation = Conversation(tuple(messages), Origin("prompt", 1), tuple(tools))
         return self.text.apply_with_arguments(conversation, prompt=True)[1]
+
+    def default_system(self) -> str:
+        """The system message that the template inserts where a conversation has none; empty if it inserts none, or has
+        no place for one."""
+        question, system = Message("user", "\ue000Hi\ue000"), Message("system", "\ue001Be\ue001")
+        try:
+            texts = [self.text.apply_with_arguments(Conversation(each, Origin("prompt", 1)), prompt=True)[1]
+                     for each in ((system, question), (question,))]  # fmt: skip
+        except BadRecordError:
+            return ""
+        before, found, rest = texts[0].partition(system.content)
+        between, plain = rest.partition(question.content)[0], texts[1].partition(question.content)[0]
+        if not found or not (plain.startswith(before) and plain.endswith(between)):
+            return ""
+        return plain[len(before) : len(plain) - len(between)]
 
     def encode_prompt(self, prompt: str) -> list[int]:
         """The ids of a rendered prompt."""
