@@ -118,11 +118,13 @@ def test_models_are_listed_and_unknown_ones_refused(client: Any) -> None:
 
 def test_a_context_that_is_too_long_says_both_lengths(client: Any) -> None:
     with pytest.raises(
-        openai.BadRequestError, match=r"the prompt has 3[\d,]+ tokens, the model's context 4,096"
+        openai.BadRequestError, match=r"the prompt has 2[\d,]+ tokens, the model's context 4,096"
     ) as bad:
-        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "word " * 8000}])
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "word " * 6400}])
     assert bad.value.code == "context_length_exceeded"
     assert bad.value.param == "messages"
+    with pytest.raises(openai.BadRequestError, match=r"more than 4,096 tokens"):  # without encoding all of it
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 3_900_000}])
 
 
 # Several adapters

@@ -37,6 +37,7 @@ def serve(
     - `whet export RUN --to merged`, then `vllm serve RUN/exports/merged`
     - or `python -m sglang.launch_server --model-path RUN/exports/merged`
     - `whet export RUN --to gguf`, then `llama-server -m RUN/exports/gguf/*.gguf`
+    - or `ollama create NAME -f RUN/exports/gguf/Modelfile`
     """
     from whet.core.console import info
     from whet.run.serve_models import load_models_to_serve

@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,10 @@ from whet.serve.requests import ChatRequest, CompletionRequest, GenerationReques
 from whet.serve.service import Generation, GenerationService
 from whet.serve.tool_calls import ToolCallFormat, find_tool_call_format
 from whet.web.guard import Rejection
+
+_CHARACTERS_PER_TOKEN = 8
+_CUT_TOKENS = 64
+"""So many tokens may be others where a text is cut."""
 
 
 @dataclass(eq=False)
@@ -84,19 +88,33 @@ class Endpoint:
         self.served, self.request, self.service = served, request, service
         self.choices: list[Choice] = []
         self.prompts: list[list[int]] = []
+        self._context = context_length(served.model.model) or 1 << 30
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": served.id}
+
+    async def encode(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+        """The tokens of a prompt, encoded in another thread. Encoding megabytes takes long: of a long text a part is
+        encoded first, which may show that it does not fit."""
+        size = _CHARACTERS_PER_TOKEN * self._context
+        while size < len(text):
+            if len(await asyncio.to_thread(encode, text[:size])) > self._context + _CUT_TOKENS:
+                raise self._too_long(f"more than {self._context:,}")
+            size *= 2
+        return await asyncio.to_thread(encode, text)
+
+    def _too_long(self, tokens: str) -> Rejection:
+        return Rejection(
+            400, f"the prompt has {tokens} tokens, the model's context {self._context:,}: no room for an answer",
+            self.prompt_field, "context_length_exceeded",
+        )  # fmt: skip
 
     def add_prompt(self, prompt: list[int], top_logprobs: int | None) -> None:
         """Add the request's choices for one prompt."""
         request, model = self.request, self.served.model
         if not prompt:
             raise Rejection(400, "the prompt has no tokens", self.prompt_field)
-        context = context_length(model.model) or 1 << 30
+        context = self._context
         if len(prompt) >= context:
-            raise Rejection(
-                400, f"the prompt has {len(prompt):,} tokens, the model's context {context:,}: no room for an answer",
-                self.prompt_field, "context_length_exceeded",
-            )  # fmt: skip
+            raise self._too_long(f"{len(prompt):,}")
         if top_logprobs is not None and not self.served.has_logprobs:
             raise Rejection(400, "logprobs: not available for this model, which has no KV cache", "logprobs")
         count = request.n or 1
@@ -207,7 +225,7 @@ class ChatCompletion(Endpoint):
             text = renderer.prompt_text(messages, self._tools)
         except (BadRecordError, WhetError) as error:
             raise Rejection(400, f"messages: {error}", "messages") from None
-        prompt = await asyncio.to_thread(renderer.encode_prompt, text)
+        prompt = await self.encode(renderer.encode_prompt, text)
         if request.top_logprobs is not None and not request.logprobs:
             raise Rejection(400, "top_logprobs: needs logprobs: true", "top_logprobs")
         self.add_prompt(prompt, (request.top_logprobs or 0) if request.logprobs else None)
@@ -269,7 +287,7 @@ class Completion(Endpoint):
 
     async def prepare(self) -> None:
         for prompt in self._prompts():
-            ids = await asyncio.to_thread(self._encode, prompt) if isinstance(prompt, str) else list(prompt)
+            ids = await self.encode(self._encode, prompt) if isinstance(prompt, str) else list(prompt)
             self.add_prompt(ids, self.request.logprobs)
 
     def _prompts(self) -> Sequence[str | Sequence[int]]:
