@@ -348,7 +348,7 @@ def read_config(path: Path, overrides: Sequence[str] = (), expand: Expand = "all
     if path.name == "config.yaml":  # of a run folder
         check_run_format(path.parent)
     tree = read_tree(Config, path, overrides, expand)
-    config = validate_config(Config, _find_beside_recipe(tree, ()))
+    config = validate_config(Config, _resolve_recipe_paths(tree, ()))
     return name_config(config, path.parent.name if path.name == "config.yaml" else path.stem)
 
 
@@ -356,17 +356,17 @@ _PATHS = (("model", "path"), ("model", "tokenizer"), ("data", "template"), ("dat
 """Settings that name files, without the numbers of lists; those under data.validation count as those under data."""
 
 
-def _find_beside_recipe(tree: Node, key: tuple[str, ...]) -> Node:
+def _resolve_recipe_paths(tree: Node, key: tuple[str, ...]) -> Node:
     """The tree with each path that exists relative to its recipe's folder as that one; others are relative to the
     working directory, like those on the command line."""
     if isinstance(tree.value, dict):
         inside = {
-            name: _find_beside_recipe(each, key if name == "validation" else (*key, name))
+            name: _resolve_recipe_paths(each, key if name == "validation" else (*key, name))
             for name, each in tree.value.items()
         }
         return replace(tree, value=inside)
     if isinstance(tree.value, list):
-        return replace(tree, value=[_find_beside_recipe(each, key) for each in tree.value])
+        return replace(tree, value=[_resolve_recipe_paths(each, key) for each in tree.value])
     recipe = Path(tree.place.rpartition(":")[0])
     if key not in _PATHS or not isinstance(tree.value, str) or not recipe.is_file() or recipe.name == "config.yaml":
         return tree

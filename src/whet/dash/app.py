@@ -220,7 +220,7 @@ async def _stream(events: AsyncIterator[bytes]) -> Response:
 
 @lru_cache
 def _assets() -> dict[str, tuple[bytes, str]]:
-    """The page's own files by path. Nothing else can be asked for."""
+    """The page's own files by path. Nothing else can be requested."""
     found = {"report.css": (files("whet.report").joinpath("report.css").read_bytes(), _TYPES[".css"])}
     root = Path(str(files("whet.dash").joinpath("static")))
     for file in root.rglob("*"):

@@ -225,7 +225,7 @@ def _quantize(weight: Tensor, kind: str) -> np.ndarray[Any, Any]:
 
 
 def _describe_tensors(file: Path, dtype: ExportDtype) -> dict[str, Any]:
-    """How many tensors have which type, and which of them could not have the one that was asked for."""
+    """How many tensors have which type, and which of them could not have the requested one."""
     from gguf import GGUFReader
 
     types, fallbacks, widths = Counter[str](), Counter[str](), set[int]()

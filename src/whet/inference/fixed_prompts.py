@@ -75,7 +75,7 @@ def answer_prompts(
 ) -> list[AnsweredExample]:
     """The model's most likely answers. Ranks share the prompts, unless the model is sharded over them.
 
-    `is_optional`: nobody asked for them, so that a model that cannot generate does not end the run.
+    `is_optional`: they were not requested, so a model that cannot generate does not end the run.
     """
     rank, world = (0, 1) if shares_model else (ranks.rank, ranks.world_size)
     own = range(rank, len(prompts), world)

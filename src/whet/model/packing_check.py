@@ -125,7 +125,7 @@ def _check_packed(root: LossModel, vocabulary: int, longest: int) -> None:
         other = hidden_of_documents(root, [tokens[:8].flip(0), tokens[8:]])
         largest = _largest_logit(head, hidden)
         own = {_LARGE_LOGIT / largest: _reference_logits(model, tokens, _LARGE_LOGIT / largest)}
-        with routing.recorded():
+        with routing.captured():
             own[1.0] = _reference_logits(model, tokens, 1.0)
         if routing.modules:
             with routing.replayed():
@@ -242,7 +242,7 @@ def _packs_exactly(root: LossModel, documents: list[Tensor]) -> bool:
     the gradient of a document is zero for the others."""
     routing = Routing(root.language_model)
     with eval_mode(root):
-        with native_attention(root.language_model), routing.recorded():
+        with native_attention(root.language_model), routing.captured():
             alone = [
                 _with_gradients(root, functools.partial(root.hidden_unpacked, [document])) for document in documents
             ]

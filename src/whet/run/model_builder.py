@@ -71,7 +71,7 @@ def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks, root: Lo
 
 
 def set_deterministic(config: Config) -> None:
-    """Make kernels deterministic if train.deterministic is set, and not if an earlier run of this process had set it."""
+    """Make kernels deterministic if train.deterministic is set; an earlier run of this process does not matter."""
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
     torch.use_deterministic_algorithms(config.train.deterministic)

@@ -54,7 +54,7 @@ def test_a_pass_with_the_choices_of_another_has_its_hidden_states_and_gradients(
         return hidden.detach(), torch.autograd.grad((hidden * hidden.detach().cos()).sum(), embedding)[0]
 
     embedding.requires_grad_()
-    with routing.recorded():
+    with routing.captured():
         alone = compute(*([each] for each in DOCUMENTS))
     with routing.replayed():
         torch.testing.assert_close(compute(DOCUMENTS), alone, rtol=1e-9, atol=1e-9)

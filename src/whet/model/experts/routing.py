@@ -25,7 +25,7 @@ class Routing:
     def __init__(self, model: nn.Module) -> None:
         self.modules: list[nn.Module] = []
         """Experts, in peft's wrappers where they have adapters."""
-        self._recorded: dict[nn.Module, list[_Choice]] = {}
+        self._captured: dict[nn.Module, list[_Choice]] = {}
         inside = "\0"
         for name, module in model.named_modules():
             if not f"{name}.".startswith(inside) and is_experts_module(_unwrapped(module)):
@@ -33,24 +33,24 @@ class Routing:
                 inside = f"{name}."
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def captured(self) -> Iterator[None]:
         """Record the passes inside, one after the other."""
-        self._recorded = {module: [] for module in self.modules}
+        self._captured = {module: [] for module in self.modules}
 
         def record(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
             choices = index.shape[-1]
-            self._recorded[module].append((index.reshape(-1, choices), weights.detach().reshape(-1, choices)))
+            self._captured[module].append((index.reshape(-1, choices), weights.detach().reshape(-1, choices)))
 
         with self._called(record):
             yield
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """The passes inside take the recorded choices, if they have as many tokens; gradients flow to the weights that
+        """The passes inside take the captured choices, if they have as many tokens; gradients flow to the weights that
         the routers computed."""
 
         def replay(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...] | None:
-            then_index, then_weights = (torch.cat(parts) for parts in zip(*self._recorded[module], strict=True))
+            then_index, then_weights = (torch.cat(parts) for parts in zip(*self._captured[module], strict=True))
             if then_index.shape != (index.numel() // index.shape[-1], index.shape[-1]):
                 return None
             own_index, own = index.reshape(then_index.shape).long(), weights.reshape(then_index.shape)
