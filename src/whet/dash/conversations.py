@@ -100,12 +100,15 @@ def loss_histories(
     folders: RunsFolder, run: Path, pattern: LossPattern | None, by: str, ascending: bool, start: int, limit: int
 ) -> dict[str, Any]:
     """The conversations of a run, with their losses whenever they were seen; a page of those that show a pattern."""
-    RunData(folders, run)  # the store is one that the page may read
-    found = ConversationLosses.read(run)
-    histories = found.histories
-    rows = np.arange(len(histories)) if pattern is None else histories.rows(pattern)
     if by not in _SORTS:
         raise WhetError(f"sort: {by!r} is none of {', '.join(_SORTS)}")
+    try:
+        RunData(folders, run)  # the store is one that the page may read
+        found = ConversationLosses.read(run)
+    except WhetError as error:  # a run of an earlier version, or a damaged one: the other parts of its page are there
+        return {"total": 0, "seen": 0, "problem": mask_secrets(str(error))}
+    histories = found.histories
+    rows = np.arange(len(histories)) if pattern is None else histories.rows(pattern)
     keys = getattr(histories, by)[rows]
     if by != "score" or pattern is None:  # those of a pattern come with the worst first
         rows = rows[np.argsort(keys if ascending else -keys, kind="stable")]

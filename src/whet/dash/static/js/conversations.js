@@ -114,13 +114,8 @@ const PAGE = 10;
 
 export async function histories(run) {
   const view = { pattern: "", sort: "last", ascending: false, start: 0 };
-  let answer;
-  try {
-    answer = await getJson("/api/run/losses", { run, limit: PAGE });
-  } catch {
-    return null; // a run of an earlier whet
-  }
-  if (!answer.seen) return null;
+  let answer = await getJson("/api/run/losses", { run, limit: PAGE });
+  if (!answer.seen) return null; // a run of an earlier whet
   const note = h("p", { class: "note" });
   const list = h("div", {});
   const chooser = h("div", { class: "controls" });
