@@ -60,8 +60,12 @@ def _mean_above_baseline(results: Sequence[TaskResult]) -> float:
 
 def paired_scores(a: TaskResult, b: TaskResult) -> tuple[list[float], list[float]]:
     """The scores of both on the examples that both answered; a time limit may have ended one earlier."""
-    others = {_example_key(sample): sample.score for sample in b.samples}
-    pairs = [(sample.score, others[_example_key(sample)]) for sample in a.samples if _example_key(sample) in others]
+    others = {_example_key(sample): sample.score for sample in b.samples if sample.score is not None}
+    pairs = [
+        (sample.score, others[_example_key(sample)])
+        for sample in a.samples
+        if sample.score is not None and _example_key(sample) in others
+    ]
     if not pairs or a.scorer != b.scorer:
         reason = "have no example in common" if not pairs else f"used different scorers, {a.scorer} and {b.scorer}"
         raise WhetError(f"task {a.task}: the two evaluations cannot be compared: they {reason}")

@@ -10,6 +10,7 @@ from whet.core.display import mask_secrets
 from whet.report.blocks import (
     Answers,
     AnswersOverTime,
+    Block,
     Bullets,
     Cell,
     Facts,
@@ -208,7 +209,8 @@ def ledger_section(run: RunView) -> Section | None:
         for source in run.sources
     ]
     reasons = [_reason_item(source, reason) for source in run.sources for reason in source.notes]
-    blocks = [Table(head, rows), *([Bullets(reasons)] if reasons else [])]
+    blocks: list[Block] = [Table(head, rows)]
+    blocks += [Bullets(reasons)] if reasons else []
     return Section("Data", blocks, _ledger_balance(run.sources))
 
 
@@ -273,19 +275,19 @@ def effect_section(run: RunView) -> Section | None:
         kinds.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", str(each.get("module"))), []).append(each)
     if not kinds:
         return None
-    rows = []
+    rows: list[list[Cell]] = []
     for name, weights in kinds.items():
         changes = [change for each in weights if (change := finite_number(each.get("change"))) is not None]
         experts = sum(finite_number(each.get("experts")) or 0 for each in weights)
         idle = sum(len(as_list(each.get("untouched_experts"))) for each in weights)
         rows.append(
-            (
+            [
                 name,
                 format_count(len(weights)),
                 *(_all_of([each.get(key) is True for each in weights]) for key in ("gradient", "moved")),
                 f"{min(changes):.1e} to {max(changes):.1e}" if changes else DASH,
                 f"{format_count(idle)} of {format_count(experts)}" if experts else DASH,
-            )
+            ]
         )
     head = ("weight", "number", "got a gradient", "moved", "‖ΔW‖ ÷ ‖W‖", "experts without a token")
     return Section("Effect", [Table(head, rows)], "What training changed; each weight is in effect.json.")

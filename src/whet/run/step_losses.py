@@ -177,11 +177,10 @@ def _step_lines(run: Path) -> dict[int, dict[str, Any]]:
 
 def _for_one_process(config: Config) -> Config:
     """The same computation on one device, without compilation, which would take longer than a few steps."""
-    kept = {"recompute": config.parallel.recompute}
-    if config.parallel.offload in ("activations", "optimizer", "both"):
-        kept["offload"] = config.parallel.offload
+    offload = "none" if config.parallel.offload == "weights" else config.parallel.offload
+    parallel = ParallelConfig(recompute=config.parallel.recompute, offload=offload)
     model = config.model.model_copy(update={"compile": False})
-    return config.model_copy(update={"parallel": ParallelConfig(**kept), "model": model})  # type: ignore[arg-type]
+    return config.model_copy(update={"parallel": parallel, "model": model})
 
 
 def _require_free_memory(run: Path, lines: dict[int, dict[str, Any]], device: torch.device) -> None:
