@@ -20,7 +20,7 @@ from whet.compat.peft_private import (
 )
 from whet.core.errors import WhetError
 from whet.model.config import AdapterConfig
-from whet.model.lora.targets import names_beside_experts, resolve_targets
+from whet.model.lora.targets import resolve_targets, targets_without_experts
 from whet.model.modules import other_modalities
 from whet.model.quantize import dequantize_linear, dequantize_parameter, is_quantized
 
@@ -33,7 +33,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequ
     _reject_unknown_modules(model, config)
     tied = _is_tied(model)
     targets = resolve_targets(model, config.targets)
-    beside_experts = names_beside_experts(model)
+    without_experts = targets_without_experts(model)
     linear = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)})
     refused = [name for name in linear if config.targets == "all-linear" and refuses_target(model, name)]
     settings = LoraConfig(
@@ -60,7 +60,7 @@ def add_adapter(model: nn.Module, config: AdapterConfig, seed: int, tokens: Sequ
             adapted = get_peft_model(model, settings)  # fp32 adapters beside 16-bit weights
     except (ValueError, TypeError, re.error) as error:
         if "ParamWrapper" in str(error):
-            raise _fused_experts_error(config, beside_experts) from None
+            raise _fused_experts_error(config, without_experts) from None
         if "trainable_token_indices" in str(error):
             raise WhetError(
                 f"adapter.targets: {config.targets} includes the embedding, of which model.add_tokens or "
@@ -87,13 +87,13 @@ def _inside_any(names: list[str], ends: list[str]) -> str | None:
     return "|".join([*inside, *(rf"(.*\.)?{re.escape(end)}" for end in ends)]) or None
 
 
-def _fused_experts_error(config: AdapterConfig, beside_experts: list[str]) -> WhetError:
+def _fused_experts_error(config: AdapterConfig, without_experts: list[str]) -> WhetError:
     """peft adapts the stacked weights of experts, which are no linear layers, by plain LoRA without dropout only."""
     key, value, other = ("method", "dora", "lora") if config.method == "dora" else ("dropout", config.dropout, 0)
     return WhetError(
         f"adapter.{key}: {value} does not work on stacked experts, which adapter.targets={config.targets} includes in "
         f"this model. Set adapter.{key}={other}, or leave out the experts: "
-        f"adapter.targets=[{', '.join(beside_experts)}]"
+        f"adapter.targets=[{', '.join(without_experts)}]"
     )
 
 

@@ -71,7 +71,7 @@ def resolve_targets(model: Any, targets: list[str] | str) -> Targets:
     return Targets(modules, [*_shortened([name for name in stacks if name in reached_stacks], stacks), *named_routers])
 
 
-def names_beside_experts(model: Any) -> list[str]:
+def targets_without_experts(model: Any) -> list[str]:
     """Last parts of the names of layers that all-linear reaches, without those that name layers of experts, too."""
     stacks = expert_stacks(model)
     others = [other for stack in stacks for other in _other_names(stack)]
