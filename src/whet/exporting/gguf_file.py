@@ -140,7 +140,8 @@ def quantize_export(spec: ExportSpec, folder: Path) -> dict[str, Any]:
     matrix."""
     from gguf import GGUFReader
 
-    source, matrix, about = gguf_file(folder), folder / "importance-matrix.gguf.tmp", None
+    source, matrix = gguf_file(folder), folder / "importance-matrix.tmp"
+    about: dict[str, int] | None = None
     target = folder / f"{spec.name}-{spec.dtype.name}.gguf"
     if spec.calibration:
         about = write_importance_matrix(spec.model, _parts(spec.model)[2], spec.calibration, matrix)

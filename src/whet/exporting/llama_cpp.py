@@ -107,7 +107,7 @@ def read_file(
     }  # fmt: skip
     rows = sum(min(len(ids), positions) for ids in probes)
     about: dict[str, Any] = {}
-    logits = bytearray()
+    logits, received = bytearray(), 0
     with tempfile.TemporaryFile() as log, _process([*_CHILD, "read"], json.dumps(arguments), log) as process:
         assert process.stdout is not None
         if first := process.stdout.readline():
