@@ -45,9 +45,24 @@ def test_planted_rate_is_found(best: float, off: float, headroom: float) -> None
     planted = 10**best
     finding, measured = made_curve(planted, start=10 ** (best + off), diverges_above=planted * 10**headroom)
     assert finding.lr is not None
-    assert 1 / 2.5 < finding.lr / planted < 2.5, finding.reason
+    assert 1 / 3 < finding.lr / planted < 3, finding.reason
     assert sum(probe.tokens for probe in measured) < 0.4 * STEPS
     assert len({(probe.lr, probe.steps) for probe in measured}) == len(measured)
+
+
+def test_the_proposal_does_not_follow_the_luck_of_high_rates() -> None:
+    """Near the best rate and above, losses differ by chance. What is certain is where rates become too low."""
+    tokens, found = np.full(60, 10), []
+    for seed in range(4):
+        generator = np.random.default_rng(seed)
+
+        def measure(lr: float, steps: int, generator: np.random.Generator = generator) -> Probe:
+            gain = 3 * min(1.0, lr * steps / 0.2) * (1 if lr < 0.05 else 0.5)
+            chance = generator.normal(0, 0.1) if lr * steps > 0.2 else 0.0
+            return Probe(lr, steps, steps, (4 - gain + chance + generator.normal(0, 0.05, 60)) * tokens)
+
+        found.append(find_learning_rate(measure, Validation(tokens, 4.0 * tokens), STEPS, 1e-3).lr or 0.0)
+    assert max(found) / min(found) < 1.6
 
 
 @pytest.mark.parametrize("start", [1e-7, 5.0])
@@ -55,7 +70,7 @@ def test_start_that_is_far_off_is_left(start: float) -> None:
     """From rates that hardly move the model, and from rates that all diverge."""
     finding, _ = made_curve(1e-3, start=start, diverges_above=0.1)
     assert finding.lr is not None
-    assert 1 / 2 < finding.lr / 1e-3 < 2
+    assert 1 / 2.5 < finding.lr / 1e-3 < 2.5
 
 
 def test_flat_curves_give_no_rate() -> None:

@@ -239,7 +239,7 @@ class Controller:
         if self._settings.method == "tpe" and not self._rejected:
             return None
         untried = self._untried()
-        return untried and random.Random(hash_json([self._seed, number])).choice(untried)
+        return random.Random(hash_json([self._seed, number])).choice(untried) if untried else None
 
     def _grid_point(self, number: int) -> Assignment | None:
         return next(itertools.islice(self._space.grid(), number, None), None)
