@@ -9,14 +9,12 @@ from collections.abc import AsyncIterator
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from fastapi import Depends, FastAPI, Query, Request
-from starlette.concurrency import run_in_threadpool
+from fastapi import Depends, FastAPI, Query
 from starlette.responses import Response
 
 import whet
-from whet.core.errors import WhetError
 from whet.dash.actions import resume, stop
 from whet.dash.comparison import compare
 from whet.dash.conversations import conversations_of_step, loss_histories, one_document
@@ -25,7 +23,7 @@ from whet.dash.data_routes import add_data_routes
 from whet.dash.live import Feeds, TooManyClientsError, poll_list, poll_run
 from whet.dash.metrics_file import MetricsFile
 from whet.dash.model_process import ModelProcess
-from whet.dash.model_routes import add_model_routes
+from whet.dash.model_routes import RunBody, add_model_routes
 from whet.dash.registry_view import registered_models
 from whet.dash.responses import add_error_handlers, file_response, json_response, require_page, stream_response
 from whet.dash.run_details import describe_run, ledger_lines, log_tail, summary_json
@@ -157,14 +155,12 @@ def create_app(root: Path, feeds: Feeds) -> FastAPI:
         return json_response(compare(folders, run))
 
     @app.post("/api/run/stop")
-    async def stop_run(request: Request) -> Response:
-        return json_response(await run_in_threadpool(lambda name: stop(folders.summary(name)), await _run_of(request)))
+    def stop_run(body: RunBody) -> Response:
+        return json_response(stop(folders.summary(body.run)))
 
     @app.post("/api/run/resume")
-    async def resume_run(request: Request) -> Response:
-        return json_response(
-            await run_in_threadpool(lambda name: resume(folders.summary(name)), await _run_of(request))
-        )
+    def resume_run(body: RunBody) -> Response:
+        return json_response(resume(folders.summary(body.run)))
 
     @app.get("/api/live")
     async def live(
@@ -190,17 +186,6 @@ def create_app(root: Path, feeds: Feeds) -> FastAPI:
         return _static(path)
 
     return app
-
-
-async def _run_of(request: Request) -> str:
-    try:
-        body: Any = await request.json()
-    except ValueError:
-        body = None
-    name = body.get("run") if isinstance(body, dict) else None
-    if not isinstance(name, str):
-        raise WhetError('the body must be {"run": NAME}')
-    return name
 
 
 async def _stream(events: AsyncIterator[bytes]) -> Response:

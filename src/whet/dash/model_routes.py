@@ -24,8 +24,11 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class ReplayBody(_Body):
+class RunBody(_Body):
     run: Name
+
+
+class ReplayBody(RunBody):
     step: int = Field(ge=1, le=2**53)
 
 
@@ -46,18 +49,16 @@ class SamplingBody(_Body):
     max_new_tokens: int = Field(256, ge=1, le=4096)
 
 
-class ChatBody(_Body):
+class ChatBody(RunBody):
     """`messages`: a conversation for each model, the tuned one first."""
 
-    run: Name
     step: int | None = Field(None, ge=0, le=2**53)
     with_base: bool = True
     messages: list[list[MessageBody]] = Field(min_length=1, max_length=2)
     sampling: SamplingBody = SamplingBody()
 
 
-class FeedbackBody(_Body):
-    run: Name
+class FeedbackBody(RunBody):
     step: int | None = None
     model: Literal["tuned", "base"]
     good: bool
