@@ -18,8 +18,8 @@ from whet.model.load.pretrained import load_with_transformers
 from whet.model.modules import other_modalities
 
 FAMILIES = (
-    "qwen3_5", "gemma3", "gemma4", "mistral3", "llama4", "qwen3_vl", "llava", "smolvlm", "internvl", "lfm2_vl",
-    "mllama", "idefics3", "qwen2_5_vl", "qwen3_5_moe",
+    "qwen3_5", "gemma3", "mistral3", "llama4", "qwen3_vl", "llava", "smolvlm", "internvl", "lfm2_vl",
+    "mllama", "idefics3", "qwen3_5_moe", "llava_next", "got_ocr2",
 )  # fmt: skip
 _PROCESSOR = b'{"image_processor_type": "SiglipImageProcessor",  "size": 28}\n'
 

@@ -101,11 +101,11 @@ def write_weights(
 ) -> None:  # fmt: skip
     """Write the merged weights as safetensors files, each in the dtype for its name; `copied` as they are."""
     writer = StreamingSafetensorsWriter(folder, shard_size)
+    for name, read in copied.items():
+        writer.add(name, read())
     for weight in model.weights():
         for name, tensor in to_checkpoint_tensors(model.language_model, weight.name, weight.read()).items():
-            if name in copied:
-                writer.add(name, copied[name]())
-            else:
+            if name not in copied:
                 writer.add(name, tensor.to(dtype_of(weight.name)) if tensor.is_floating_point() else tensor)
         trim_heap()
     writer.close()
