@@ -1,4 +1,5 @@
-"""The buttons of the page: stop and resume, as `whet runs` does them, in processes of their own."""
+"""The buttons of the page: stop and resume, as `whet runs` does them, in processes of their own; good and bad answers,
+as lines that whet can train or evaluate on."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from whet.core.display import mask_secrets
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, os_error
+from whet.core.files import append_json_line
 from whet.runs.summary import RunSummary, summarize_run_folder
 
 _WAIT_S = 3.0
@@ -53,3 +56,19 @@ def _start(verb: str, run: RunSummary) -> None:
             output.seek(0)
             said = output.read(4000).decode("utf-8", "replace").strip()
             raise WhetError(mask_secrets(said.removeprefix("error: ")) or f"whet runs {verb} ended with an error")
+
+
+def write_feedback(run: Path, messages: list[dict[str, Any]], good: bool, model: str, step: int | None) -> Path:
+    """Append a conversation to feedback/good.jsonl or feedback/bad.jsonl in the folder of its run."""
+    if messages[-1]["role"] != "assistant" or not any(each["role"] == "user" for each in messages):
+        raise WhetError("messages: feedback is about an answer, so the last message is the assistant's")
+    folder = run / "feedback"
+    file = folder / ("good.jsonl" if good else "bad.jsonl")
+    if folder.is_symlink() or file.is_symlink():
+        raise WhetError(f"{file}: this is a link. Feedback is written into the folder of the run itself")
+    try:
+        folder.mkdir(exist_ok=True)
+        append_json_line(file, {"messages": messages, "model": model, "step": step, "time": time.time()})
+    except OSError as error:
+        raise os_error(error, "writing feedback", file) or WhetError(f"{file}: cannot be written ({error})") from None
+    return file

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from whet.checkpoint.directory import list_steps
 from whet.core.errors import WhetError
 from whet.core.yaml import read_yaml
+from whet.dash.actions import write_feedback
 from whet.dash.conversations import MAX_CONVERSATIONS, MAX_TOKENS, RunData
-from whet.dash.feedback import write_feedback
 from whet.dash.model_process import ModelProcess
 from whet.dash.responses import json_response, lines_response
 from whet.dash.runs_folder import NotFoundError, RunsFolder

@@ -103,7 +103,7 @@ def _reported_sections(view: RunView, file: MetricsFile) -> list[Section | None]
 
 
 def _section_json(section: Section) -> dict[str, Any]:
-    blocks = []
+    blocks: list[dict[str, Any]] = []
     for block in section.blocks:
         if isinstance(block, Table):
             blocks.append({"head": list(block.head), "rows": [list(map(_cell_json, row)) for row in block.rows]})
