@@ -14,7 +14,7 @@ def hide_obvious_types() -> None:
     """Leave `<bool>` out of the help of flags, and every type out of that of arguments, which their names tell."""
     for kind in (core.TyperOption, core.TyperArgument):
         if hasattr(kind, "display_type_rich"):
-            kind.display_type_rich = _display_type  # type: ignore[method-assign]
+            kind.display_type_rich = _display_type  # type: ignore[method-assign, assignment]
 
 
 def _display_type(parameter: Any, ctx: Any) -> str | None:

@@ -145,7 +145,7 @@ def model_body(language_model: nn.Module) -> nn.Module:
 
 def is_multimodal(model: Any) -> bool:
     """Whether a language model is one part of the model, as of image-text checkpoints."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return hasattr(config, "get_text_config") and config.get_text_config() is not config
 
 

@@ -138,7 +138,7 @@ def build_meta_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
                 locate_model(config.path), revision=config.revision, trust_remote_code=False
             )
         with init_empty_weights(include_buffers=False):
-            model: nn.Module = auto_class(shape).from_config(shape, dtype=dtype, trust_remote_code=False)
+            model: Any = auto_class(shape).from_config(shape, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # transformers raises errors of many kinds
         raise load_error(config.path, "model", error) from None
     model.tie_weights()
