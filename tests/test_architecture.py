@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inference": {*_DEVICES, "evaluation"},
     "checkpoint": _DEVICES,
     "exporting": {*_DEVICES, "checkpoint"},
-    "convert": {*_DEVICES, "checkpoint", "exporting"},
+    "convert": {*_DEVICES, "checkpoint", "exporting", "training"},
     "training": {*_DEVICES, "evaluation", "checkpoint", "inference"},
     "run": _ENGINE,
     "preflight": {*_ENGINE, "run"},

@@ -70,7 +70,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig())
     export: ExportConfig = Field(default=ExportConfig())
     track: list[Tracker] | None = Field(
-        default=None, description="Where metrics go besides metrics.jsonl; default: TensorBoard, if it is installed."
+        default=None,
+        description="Where metrics go besides metrics.jsonl, docs/tracking.md; default: TensorBoard, if installed.",
     )
     profile: ProfileConfig | None = Field(default=None, description="Absent: no step is profiled.")
     launch: LaunchConfig = Field(default=LaunchConfig())

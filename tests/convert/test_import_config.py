@@ -84,7 +84,8 @@ def test_trl(tmp_path: Path) -> None:
     assert (config.adapter.rank, config.adapter.alpha, config.adapter.dropout) == (8, 16, 0.05)
     assert config.adapter.targets == ["q_proj", "k_proj", "v_proj", "o_proj"]
     lost = {note["key"] for note in result["notes"] if note["category"] == "no equivalent"}
-    assert lost == {"push_to_hub", "report_to"}
+    assert lost == {"push_to_hub"}
+    assert config.track == ["wandb"]
 
 
 def test_axolotl(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ HUGGINGFACE: dict[str, tuple[Any, dict[str, Any], Expected]] = {
     "deepspeed": ({"gradient_clipping": 0.7}, {}, {"train.clip_norm": 0.7}),
     "fsdp": ("full_shard auto_wrap", {}, "decide"),
     "fsdp_config": ({"transformer_layer_cls_to_wrap": "Block"}, {}, "no equivalent"),
-    "report_to": ("wandb", {}, "no equivalent"),
+    "report_to": ("wandb", {}, {"track": ["wandb"]}),
     "output_dir": ("out", {}, {"run.dir": "out"}),
     "resume_from_checkpoint": ("last", {}, "no equivalent"),
     "save_only_model": (True, {}, {"checkpoint.optimizer": "newest"}),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,8 +14,9 @@ from whet.checkpoint.directory import lower_is_better, require_checkpoint_space
 from whet.checkpoint.save import CheckpointSaver
 from whet.config import Config
 from whet.core.console import info, warn
+from whet.core.display import mask_secrets
 from whet.core.distributed import Ranks
-from whet.core.errors import WhetError
+from whet.core.errors import StoppedError, WhetError
 from whet.core.heartbeat import PHASE
 from whet.core.launch_env import process_layout
 from whet.core.resources import cores_per_process
@@ -65,6 +67,7 @@ from whet.training.profiler import make_profiler
 from whet.training.records import RECORDS, record_file
 from whet.training.run_state import Intervals, Run
 from whet.training.timing import StartupTimer
+from whet.training.tracker_backends import TrackedRun
 from whet.training.trackers import open_trackers
 
 
@@ -121,9 +124,9 @@ def assemble(
         output = RunOutput()
         if folder is not None:
             folder.set_status("running", step, len(plan))
-            trackers_ = open_trackers(trackers, folder.path, step)
-            output = FolderOutput(folder, step, len(plan), restored.prefixes, trackers_)
-        stack.enter_context(contextlib.closing(output))
+            opened = open_trackers(trackers, _tracked_run(config, step))
+            output = FolderOutput(folder, step, len(plan), restored.prefixes, opened)
+        stack.enter_context(_closing(output, lambda: run.step >= len(plan) or run.ends_early()))
         loader = make_loader(config, data.train.store, plan, ranks, model)
         stack.callback(lambda: run.loader.close())
         run = Run(
@@ -154,6 +157,36 @@ def assemble(
         run.profiler = make_profiler(config.profile, config.folder, ranks, len(plan), partial(run_flops_table, run))
         stack.enter_context(contextlib.closing(run.profiler))
         yield run
+
+
+@contextlib.contextmanager
+def _closing(output: RunOutput, is_finished: Callable[[], bool]) -> Iterator[None]:
+    """Close the output with the state in which training ends."""
+    state = "failed"
+    try:
+        yield
+        state = "finished" if is_finished() else "stopped"
+    except (StoppedError, KeyboardInterrupt):
+        state = "stopped"
+        raise
+    finally:
+        output.close(state)
+
+
+def _tracked_run(config: Config, step: int) -> TrackedRun:
+    """What trackers, which others may read, show of the run: the addresses in run.notify often hold a secret."""
+    settings = config.unexpanded()
+    settings["run"].pop("notify", None)
+    name = config.run.name or config.folder.name
+    return TrackedRun(config.folder, name, config.run.project or "whet", config.run.tags, _masked(settings), step)
+
+
+def _masked(settings: Any) -> Any:
+    if isinstance(settings, dict):
+        return {key: _masked(value) for key, value in settings.items()}
+    if isinstance(settings, list):
+        return [_masked(value) for value in settings]
+    return mask_secrets(settings) if isinstance(settings, str) else settings
 
 
 def check_rows(config: Config, data: RunData, plan: Plan, unpacked: bool, is_new: bool) -> None:

@@ -57,7 +57,7 @@ def run_training(
     silence_libraries()
     set_deterministic(config)  # before a thread uses the device
     load_tasks(config.eval)
-    trackers = check_trackers(config.track)
+    trackers = check_trackers(config.track) if measure is None else []
     if config.quantize is not None:
         require_bitsandbytes()
     require_parallel_layers(config)

@@ -101,7 +101,7 @@ class ScheduleConfig(Section):
         return self
 
 
-Tracker = Literal["tensorboard"]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 """Experiment trackers."""
 
 _Step = Annotated[int, Field(ge=1)]

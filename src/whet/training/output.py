@@ -66,7 +66,8 @@ class RunOutput:
         """Whether the run's folder has a file `stop`."""
         return False
 
-    def close(self) -> None: ...
+    def close(self, state: str) -> None:
+        """`state`: finished, stopped or failed."""
 
 
 class FolderOutput(RunOutput):
@@ -144,9 +145,9 @@ class FolderOutput(RunOutput):
     def stop_requested(self) -> bool:
         return self._folder.stop_requested()
 
-    def close(self) -> None:
-        self._trackers.close()
+    def close(self, state: str) -> None:
         self._close_records()
+        self._trackers.close(state)
 
     def _open_records(self, step: int, prefixes: Mapping[str, Prefix]) -> None:
         restore_records(self._folder.path, step, prefixes)

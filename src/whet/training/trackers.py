@@ -1,100 +1,124 @@
-"""Experiment trackers (TensorBoard): views of metrics.jsonl, which is the record."""
+"""The trackers of a run: views of metrics.jsonl, which is the record.
+
+No tracker can stop or slow a run. Each has a thread of its own, which opens it, writes to it and closes it. Lines wait
+for the thread in a queue with a limit; an error, or a queue that is full, is one warning.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import socket
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 from whet.core.console import info, warn
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, first_line
+from whet.core.signals import abandon_thread
+from whet.training.tracker_backends import MLflow, TensorBoard, TrackedRun, TrackerBackend, Trackio, WandB
+
+_MAX_WAITING = 10_000
+"""Lines that wait for a slow tracker, about 20 MB."""
+_CLOSE_S = {"finished": 30.0}
+_CLOSE_EARLY_S = 5.0
+"""How long closing may take: whoever stops a run, or waits for a failed one, does not wait for its trackers."""
+
+_BACKENDS: dict[str, tuple[str, str, Callable[[TrackedRun], TrackerBackend]]] = {
+    "tensorboard": ("tensorboard", "track", TensorBoard),
+    "wandb": ("wandb", "wandb", WandB),
+    "mlflow": ("mlflow", "mlflow", MLflow),
+    "trackio": ("trackio", "trackio", Trackio),
+}
+"""By the name in `track`: the module it needs, the extra that installs it, and what opens it."""
+
+_Action = Callable[[TrackerBackend], None]
 
 
-class TrackerBackend(Protocol):
-    """One experiment tracker."""
+class _TrackerThread:
+    """One tracker and the thread that writes to it."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the scalars of a step by name."""
-
-    def close(self) -> None:
-        """Flush and close."""
-
-
-class TensorBoard:
-    """Event files in RUN/tensorboard, for `tensorboard --logdir runs`.
-
-    torch's SummaryWriter would write them from a thread, whose traceback nothing could catch if the folder is deleted.
-    """
-
-    def __init__(self, folder: Path, done: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary = Event, Summary
-        (folder / "tensorboard").mkdir(exist_ok=True)
-        self._file = (
-            folder / "tensorboard" / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        )
-        self._stream: IO[bytes] | None = self._file.open("xb", buffering=0)
-        self._records = RecordWriter(self._stream)
-        # The session that starts here hides what was logged after the checkpoint, so a resumed run has one curve.
-        self._write(file_version="brain.Event:2")
-        self._write(step=done + 1, session_log=SessionLog(status=SessionLog.START))
+    def __init__(self, name: str, run: TrackedRun, backend: Callable[[TrackedRun], TrackerBackend]) -> None:
+        self._name, self._run, self._backend = name, run, backend
+        self._waiting: queue.SimpleQueue[_Action | None] = queue.SimpleQueue()
+        self._lost, self._is_off, self._has_warned = 0, False, False
+        self._thread = threading.Thread(target=self._work, name=f"whet-track-{name}", daemon=True)
+        self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        value = self._summary.Value
-        self._write(
-            step=step, summary=self._summary(value=[value(tag=name, simple_value=n) for name, n in values.items()])
-        )
-
-    def _write(self, **fields: Any) -> None:
-        """Nothing depends on the file, so an error does not stop the run."""
-        if self._stream is None:
+        """Log a line, now or when the tracker gets to it."""
+        if self._is_off:
             return
+        if self._waiting.qsize() < _MAX_WAITING:
+            self._waiting.put(lambda backend: backend.write(step, values))
+            return
+        self._lost += 1
+        self._warn(f"it is too slow: {_MAX_WAITING:,} lines wait for it, and more are left out")
+
+    def rewind(self, done: int) -> None:
+        self._waiting.put(lambda backend: backend.rewind(done))
+
+    def begin_close(self, state: str) -> None:
+        """Close it once every line is written; `end_close` waits for that."""
+        self._waiting.put(lambda backend: backend.close(state))
+        self._waiting.put(None)
+
+    def end_close(self, timeout_s: float) -> None:
+        abandon_thread(self._thread, timeout_s)
+        if self._thread.is_alive():
+            self._warn(f"it was not done {timeout_s:.0f} s after the run, with {self._waiting.qsize():,} lines waiting")
+        elif self._lost and not self._is_off:
+            info(f"track: {self._name}: {self._lost:,} lines are missing there; metrics.jsonl has them")
+
+    def _work(self) -> None:
         try:
-            self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-        except OSError as error:
-            self.close()
-            if self._file.parent.is_dir():  # else the run folder was deleted, which the run reports
-                warn(f"{self._file}: cannot be written ({error.strerror}); metrics are in metrics.jsonl alone")
+            backend = self._backend(self._run)
+        except BaseException as error:  # also a SystemExit of the tracker's package: the run goes on
+            self._is_off = True
+            self._warn(f"{_describe(error)}. The run is not tracked there")
+            return
+        while (action := self._waiting.get()) is not None:
+            try:
+                action(backend)
+            except BaseException as error:
+                self._lost += 1
+                self._warn(_describe(error))
 
-    def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+    def _warn(self, problem: str) -> None:
+        """Once; and not if the run folder was deleted, which the run reports."""
+        if not self._has_warned and self._run.folder.is_dir():
+            self._has_warned = True
+            warn(f"track: {self._name}: {problem}. The run goes on; metrics.jsonl has every line")
 
 
-_BACKENDS: dict[str, tuple[str, Callable[[Path, int], TrackerBackend]]] = {"tensorboard": ("tensorboard", TensorBoard)}
-"""By the name in `track`: the module it needs, and its constructor, which takes the run's folder and finished steps.
-Another tracker takes a line here, a name in `Tracker`, and an extra in pyproject.toml."""
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)}".rstrip(". :")
 
 
 class Trackers:
     """The trackers of a run, which may be none."""
 
-    def __init__(self, openers: Sequence[Callable[[int], TrackerBackend]] = (), done: int = 0) -> None:
-        self._openers = openers
-        self._services = [opener(done) for opener in openers]
+    def __init__(self, threads: Sequence[_TrackerThread] = ()) -> None:
+        self._threads = threads
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Log a line of metrics.jsonl."""
-        for service in self._services:
-            service.write(line["step"], scalars_of(line))
+        values = scalars_of(line)
+        for thread in self._threads:
+            thread.write(line["step"], values)
 
     def rewind(self, done: int) -> None:
-        """Discard what was logged after `done` steps."""
-        self.close()
-        self._services = [opener(done) for opener in self._openers]
+        """The run goes back to its checkpoint of `done` steps."""
+        for thread in self._threads:
+            thread.rewind(done)
 
-    def close(self) -> None:
-        for service in self._services:
-            service.close()
+    def close(self, state: str) -> None:
+        """Write what waits, and close; for a limited time. `state`: finished, stopped or failed."""
+        for thread in self._threads:
+            thread.begin_close(state)
+        until = time.monotonic() + _CLOSE_S.get(state, _CLOSE_EARLY_S)
+        for thread in self._threads:
+            thread.end_close(max(0.0, until - time.monotonic()))
 
 
 def check_trackers(wanted: Sequence[str] | None) -> list[str]:
@@ -104,14 +128,15 @@ def check_trackers(wanted: Sequence[str] | None) -> list[str]:
         return []
     names = ["tensorboard"] if wanted is None else list(dict.fromkeys(wanted))
     for name in names:
-        if importlib.util.find_spec(_BACKENDS[name][0]) is None:
-            raise WhetError(f"track: {name} is not installed. Install it with: pip install 'whet[track]'")
+        module, extra, _ = _BACKENDS[name]
+        if importlib.util.find_spec(module) is None:
+            raise WhetError(f"track: {name} is not installed. Install it with: pip install 'whet[{extra}]'")
     return names
 
 
-def open_trackers(names: Sequence[str], folder: Path, done: int) -> Trackers:
-    """`done`: the steps of the checkpoint; what was logged after them is discarded."""
-    return Trackers([partial(_BACKENDS[name][1], folder) for name in names], done)
+def open_trackers(names: Sequence[str], run: TrackedRun) -> Trackers:
+    """Returns at once: each tracker opens in its thread."""
+    return Trackers([_TrackerThread(name, run, _BACKENDS[name][2]) for name in names])
 
 
 def scalars_of(line: Mapping[str, Any]) -> dict[str, float]:

@@ -90,7 +90,8 @@ _ROWS: Rows = {
                     "num_generation_samples generation_max_new_tokens generation_temperature generation_top_p "
                     "generation_top_k generation_prompt_ratio generation_do_sample metric_for_best_model "
                     "greater_is_better"),
-    **no_equivalent("trackers other than TensorBoard", "use_mlflow mlflow_tracking_uri mlflow_experiment_name "
+    **no_equivalent("name trackers in `track`; their own environment variables (WANDB_*) do the rest",
+                    "use_mlflow mlflow_tracking_uri mlflow_experiment_name "
                     "mlflow_run_name hf_mlflow_log_artifacts use_comet comet_api_key comet_workspace "
                     "comet_project_name comet_experiment_key comet_mode comet_online comet_experiment_config use_wandb "
                     "wandb_entity wandb_watch wandb_log_model wandb_run_id wandb_mode use_trackio "

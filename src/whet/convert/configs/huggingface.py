@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from whet.convert.configs import deepspeed
 from whet.convert.configs.draft import Draft, is_off
 from whet.convert.configs.rules import (
@@ -14,6 +16,7 @@ from whet.convert.configs.rules import (
     put_sharding,
 )
 from whet.convert.configs.table import Rows, by_rule, copied, no_equivalent, not_needed, same_as
+from whet.training.config import Tracker
 
 SPEED = "affects speed or memory alone; whet chooses"
 LOGS = "whet writes every step to metrics.jsonl and TensorBoard"
@@ -102,9 +105,12 @@ def put_output(draft: Draft) -> None:
     """The run folder, trackers, what is resumed."""
     if draft.has("output_dir"):
         draft.put("run.dir", draft.text("output_dir"), "output_dir")
-    trackers = {name for name in draft.texts("report_to") if name not in ("none", "all", "tensorboard")}
-    if trackers:
-        draft.note("no equivalent", "report_to", f"{', '.join(sorted(trackers))}: whet writes TensorBoard and files")
+    trackers = [name for name in draft.texts("report_to") if name not in ("none", "all")]
+    known = [name for name in trackers if name in get_args(Tracker)]
+    if known and known != ["tensorboard"]:  # which is the default
+        draft.put("track", known, "report_to")
+    if others := sorted(set(trackers) - set(known)):
+        draft.note("no equivalent", "report_to", f"{', '.join(others)}: whet has {', '.join(get_args(Tracker))}")
     if draft.has("resume_from_checkpoint") and not is_off(draft.raw("resume_from_checkpoint")):
         draft.note(
             "no equivalent", "resume_from_checkpoint",

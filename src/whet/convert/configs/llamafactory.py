@@ -87,7 +87,8 @@ _ROWS: Rows = {
     **no_equivalent("images, video and sound", "image_max_pixels image_min_pixels image_do_pan_and_scan "
                     "crop_to_patches video_max_pixels video_min_pixels video_fps video_maxlen use_audio_in_video "
                     "audio_sampling_rate freeze_vision_tower freeze_multi_modal_projector freeze_language_model"),
-    **no_equivalent("trackers other than TensorBoard", "use_swanlab swanlab_project swanlab_workspace swanlab_run_name "
+    **no_equivalent("a tracker that whet does not have (track)",
+                    "use_swanlab swanlab_project swanlab_workspace swanlab_run_name "
                     "swanlab_mode swanlab_api_key swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret"),
     **no_equivalent(HUB, "export_hub_model_id"),
     **no_equivalent("Ray", "ray_num_workers ray_init_kwargs master_addr master_port ray_run_name ray_storage_path "

@@ -51,7 +51,8 @@ _ROWS: Rows = {
                     "weighted_sampler_alpha test_data_weights"),
     **no_equivalent("training on parts of the data or the model", "curriculum_learning curriculum_seqlen "
                     "data_efficiency compression_training sparse_attention"),
-    **no_equivalent("trackers other than TensorBoard", "use_wandb wandb_group wandb_team wandb_project wandb_host "
+    **no_equivalent("name trackers in `track`; their own environment variables (WANDB_*) do the rest",
+                    "use_wandb wandb_group wandb_team wandb_project wandb_host "
                     "wandb_init_all_ranks use_comet comet_workspace comet_project comet_experiment_name comet_tags "
                     "comet_others comet_experiment wandb csv_monitor"),
     **no_equivalent("ends a job: whet's run ends, saves and resumes by itself", "exit_interval adlr_autoresume "
