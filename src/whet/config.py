@@ -371,9 +371,11 @@ def _resolve_recipe_paths(tree: Node, key: tuple[str, ...]) -> Node:
     recipe = Path(tree.place.rpartition(":")[0])
     if key not in _PATHS or not isinstance(tree.value, str) or not recipe.is_file() or recipe.name == "config.yaml":
         return tree
-    beside = recipe.parent / tree.value
-    is_relative = not user_path(tree.value).is_absolute() and recipe.parent != Path()
-    return replace(tree, value=str(beside)) if is_relative and os.path.lexists(beside) else tree
+    found = recipe.parent / tree.value
+    if user_path(tree.value).is_absolute() or recipe.parent == Path() or not os.path.lexists(found):
+        return tree
+    template = None if tree.template is None else Template(recipe.parent / tree.template)
+    return replace(tree, value=str(found), template=template)
 
 
 def name_config(config: Config, name: str) -> Config:

@@ -77,7 +77,7 @@ def test_data_in_place_of_a_recipe(whet: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps({"messages": TURNS}) + "\n")
     ended = whet("prepare", path, "--json")
     assert ended.code == 1
-    assert "data.sources" in json.loads(ended.out)["error"]
+    assert f"Make a recipe for it: whet init {path}" in json.loads(ended.out)["error"]
 
 
 def test_counts_into_a_missing_folder_are_refused(whet: Any, recipe: str, tmp_path: Path) -> None:

@@ -86,8 +86,8 @@ def test_plain_text_needs_no_template(base: Path, whet: Callable[..., Any], tmp_
 
 def test_token_files_need_no_template(base: Path, tmp_path: Path) -> None:
     writer = IndexedWriter(tmp_path / "tokens", np.uint16)
-    tokens = np.array([5, 6, 7, 0], dtype=np.int32)
-    for _ in range(20):
+    for number in range(20):
+        tokens = np.array([5, 6, 7 + number, 0], dtype=np.int32)
         writer.add(tokens, np.array([len(tokens)], dtype=np.int32))
     writer.finish()
     config = Config.model_validate(
@@ -97,7 +97,7 @@ def test_token_files_need_no_template(base: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     data = prepare_data(config)
     assert len(data.train_documents) + len(data.validation_documents) == 20
-    assert data.train.store.ids(int(data.train_documents[0])).tolist() == tokens.tolist()
+    assert data.train.store.ids(19).tolist() == tokens.tolist()
 
 
 @pytest.mark.parametrize("settings", [(), ("adapter={rank: 2}",)], ids=["full", "lora"])

@@ -135,7 +135,9 @@ def test_the_dtype_is_in_the_folder_name_and_in_the_certificate(whet: Any, lora_
     assert (folder, len(weights)) == (run / "exports/megatron", 2)
     ended = whet("export", run, "--to", "merged", "--dtype", "q8_0")
     assert ended.code == 1
-    assert "--dtype: q8_0 does not exist for --to merged. Use one of f64, f32, bf16, f16" in ended.err
+    assert (
+        "--dtype: q8_0 does not exist for --to merged (--to gguf has it). Use one of f64, f32, bf16, f16" in ended.err
+    )
 
 
 def test_a_bf16_run_exports_bf16(whet: Any, recipe: str, tmp_path: Path) -> None:

@@ -178,7 +178,8 @@ def test_requests_over_the_limit_get_429_and_a_disconnect_frees_the_slot(
     with serve_tiny(max_requests=1) as url, http_client(url) as http:
         gate.clear()
         with http.stream("POST", CHAT, json={**GOOD, "max_tokens": 4000, "stream": True}) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # kept: the connection is closed with it
+            next(lines)
             full = http.post(CHAT, json=GOOD)
             assert full.status_code == 429
             assert int(full.headers["retry-after"]) > 0
