@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "web": {"core"},
     "dash": {*_ENGINE, "run", "launch", "report", "runs", "search", "web"},
     "serve": {*_ENGINE, "run", "web"},
+    "integrations": {"core"},
 }
 """cli and api may import anything; the package itself and __main__ hold no code."""
 

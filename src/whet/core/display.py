@@ -69,6 +69,15 @@ def mask_secrets(text: str) -> str:
     return _SECRETS.sub(lambda match: f"{match[match.lastgroup or 0]}{_MASK}", text)
 
 
+def mask_settings(settings: Any) -> Any:
+    """`mask_secrets` of every text in a tree of settings."""
+    if isinstance(settings, dict):
+        return {key: mask_settings(value) for key, value in settings.items()}
+    if isinstance(settings, list):
+        return [mask_settings(value) for value in settings]
+    return mask_secrets(settings) if isinstance(settings, str) else settings
+
+
 def holds_secret(text: str) -> bool:
     """Whether `text` contains a known kind of token."""
     return _SECRETS.search(text) is not None

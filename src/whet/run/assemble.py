@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from whet.checkpoint.directory import lower_is_better, require_checkpoint_space
 from whet.checkpoint.save import CheckpointSaver
 from whet.config import Config
 from whet.core.console import info, warn
-from whet.core.display import mask_secrets
+from whet.core.display import mask_settings
 from whet.core.distributed import Ranks
 from whet.core.errors import StoppedError, WhetError
 from whet.core.heartbeat import PHASE
@@ -178,15 +177,7 @@ def _tracked_run(config: Config, step: int) -> TrackedRun:
     settings = config.unexpanded()
     settings["run"].pop("notify", None)
     name = config.run.name or config.folder.name
-    return TrackedRun(config.folder, name, config.run.project or "whet", config.run.tags, _masked(settings), step)
-
-
-def _masked(settings: Any) -> Any:
-    if isinstance(settings, dict):
-        return {key: _masked(value) for key, value in settings.items()}
-    if isinstance(settings, list):
-        return [_masked(value) for value in settings]
-    return mask_secrets(settings) if isinstance(settings, str) else settings
+    return TrackedRun(config.folder, name, config.run.project or "whet", config.run.tags, mask_settings(settings), step)
 
 
 def check_rows(config: Config, data: RunData, plan: Plan, unpacked: bool, is_new: bool) -> None:

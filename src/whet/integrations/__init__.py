@@ -1,0 +1,1 @@
+"""whet beside other training programs."""
