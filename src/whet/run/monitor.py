@@ -28,7 +28,7 @@ from whet.core.run_folder import SUPERVISOR_VARIABLE, read_status
 from whet.core.signals import StopRequested
 from whet.data.prepare.workers import fork_lock
 
-_PERIOD_S = 10.0
+_PERIOD_S, _LOCK_S = 10.0, 0.5
 _STEPS_TO_PREDICT = 5
 _STALL_S = 600.0
 """Without progress in a phase that is bounded: far longer than a step, and before the watchdog of several processes
@@ -63,13 +63,16 @@ class RunMonitor:
         is_open = True
         while is_open:
             is_open = not self._closed.wait(self._period_s)
+            if not fork_lock.acquire(timeout=_LOCK_S):  # the model is being loaded
+                continue
             try:
-                with fork_lock:
-                    self._count()
-                    self._check_progress()
+                self._count()
+                self._check_progress()
             except Exception as error:  # whatever it is, the run goes on
                 warn(f"{self._run / 'usage.json'}: {type(error).__name__}: {error}. Costs are no longer counted")
                 return
+            finally:
+                fork_lock.release()
 
     def _count(self) -> None:
         now, watts = time.monotonic(), power_draw(int(self._session["devices"] or 1))
