@@ -44,7 +44,7 @@ _SUMMARY = "train_runtime"
 """A key of the line that Trainer logs after the last step. It repeats what the steps have told."""
 
 
-class WhetCallback(TrainerCallback):  # type: ignore[misc]
+class WhetCallback(TrainerCallback):
     """Writes config.yaml, status.json, metrics.jsonl and events.jsonl of a run folder.
 
     SIGTERM, SIGUSR1, SIGHUP and a file `stop` in the folder end training after the current step, with a checkpoint of

@@ -123,6 +123,7 @@ class WandB:
                 "track: wandb: this machine is not logged in, so the run is tracked offline. To upload it: "
                 f"wandb login; wandb sync {run.folder / 'wandb' / 'offline-run-*'}"
             )
+        self._teardown = wandb.teardown
         self._run = wandb.init(
             id=run_id,
             resume="allow",
@@ -146,8 +147,12 @@ class WandB:
         """W&B keeps what was logged, and adds the repeated steps."""
 
     def close(self, state: str) -> None:
-        self._run.summary["state"] = state
-        self._run.finish(exit_code=1 if state == "failed" else 0)
+        try:
+            self._run.summary["state"] = state
+            self._run.finish(exit_code=1 if state == "failed" else 0)
+        except BaseException:
+            self._teardown()  # W&B's own process is gone: at exit, its hook would print a traceback
+            raise
 
 
 class MLflow:
