@@ -372,7 +372,8 @@ def _resolve_recipe_paths(tree: Node, key: tuple[str, ...]) -> Node:
     if key not in _PATHS or not isinstance(tree.value, str) or not recipe.is_file() or recipe.name == "config.yaml":
         return tree
     found = recipe.parent / tree.value
-    if user_path(tree.value).is_absolute() or recipe.parent == Path() or not os.path.lexists(found):
+    is_here = resolve_path(recipe.parent) == Path.cwd()
+    if is_here or user_path(tree.value).is_absolute() or not os.path.lexists(found):
         return tree
     template = None if tree.template is None else Template(recipe.parent / tree.template)
     return replace(tree, value=str(found), template=template)
