@@ -6,6 +6,7 @@ whet's settings. All methods are called from one thread of the tracker's own (tr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -123,22 +124,22 @@ class WandB:
                 "track: wandb: this machine is not logged in, so the run is tracked offline. To upload it: "
                 f"wandb login; wandb sync {run.folder / 'wandb' / 'offline-run-*'}"
             )
-        self._teardown = wandb.teardown
-        self._run = wandb.init(
-            id=run_id,
-            resume="allow",
-            mode=mode,
-            dir=os.environ.get("WANDB_DIR") or run.folder,
-            project=os.environ.get("WANDB_PROJECT") or run.project,
-            name=os.environ.get("WANDB_NAME") or run.name,
-            tags=[*run.tags, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))] or None,
-            config=dict(run.config),
-            allow_val_change=True,
-            settings=settings,
-        )
-        # W&B's own step only grows, and drops what a rewound run repeats
-        self._run.define_metric("step", hidden=True)
-        self._run.define_metric("*", step_metric="step")
+        with _wandb_process():
+            self._run = wandb.init(
+                id=run_id,
+                resume="allow",
+                mode=mode,
+                dir=os.environ.get("WANDB_DIR") or run.folder,
+                project=os.environ.get("WANDB_PROJECT") or run.project,
+                name=os.environ.get("WANDB_NAME") or run.name,
+                tags=[*run.tags, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))] or None,
+                config=dict(run.config),
+                allow_val_change=True,
+                settings=settings,
+            )
+            # W&B's own step only grows, and drops what a rewound run repeats
+            self._run.define_metric("step", hidden=True)
+            self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
@@ -147,12 +148,22 @@ class WandB:
         """W&B keeps what was logged, and adds the repeated steps."""
 
     def close(self, state: str) -> None:
-        try:
+        with _wandb_process():
             self._run.summary["state"] = state
             self._run.finish(exit_code=1 if state == "failed" else 0)
-        except BaseException:
-            self._teardown()  # W&B's own process is gone: at exit, its hook would print a traceback
-            raise
+
+
+@contextlib.contextmanager
+def _wandb_process() -> Iterator[None]:
+    """After an error W&B's own process may be gone; its hook at exit, removed here, would print a traceback."""
+    import wandb
+
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):
+            wandb.teardown()
+        raise
 
 
 class MLflow:
