@@ -99,7 +99,9 @@ def test_ctrl_c_ends_the_quantizer_and_leaves_nothing_behind(
     random_model: Callable[..., Any], export_spec_of: Callable[..., Any], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    install_quantizer(tmp_path / "bin", f"echo $$ > {tmp_path / 'pid'}; kill -INT $PPID; exec sleep 60", monkeypatch)
+    install_quantizer(
+        tmp_path / "bin", f"echo $$ > {tmp_path / 'pid'}; sleep 0.3; kill -INT $PPID; exec sleep 60", monkeypatch
+    )
     with pytest.raises(KeyboardInterrupt):
         write_export(export_spec_of(random_model("llama"), "q4_k_m"), "gguf", tmp_path / "out" / "gguf", PROBES)
     assert list((tmp_path / "out").iterdir()) == []

@@ -129,15 +129,14 @@ def _process(command: Sequence[str], arguments: str | None, log: int | IO[bytes]
     with tempfile.TemporaryFile() as stdin:
         stdin.write((arguments or "").encode())
         stdin.seek(0)
-        process = subprocess.Popen(
-            command, stdin=stdin, stdout=subprocess.PIPE, stderr=log, env={**os.environ, **_ENVIRONMENT}
-        )
-    try:
-        yield process
-        process.wait()
-    finally:
-        process.kill()
-        process.wait()
+        environment = {**os.environ, **_ENVIRONMENT}
+        process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=log, env=environment)
+        try:
+            yield process
+            process.wait()
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _read_into(stream: IO[bytes], buffer: bytearray) -> int:
