@@ -1,9 +1,10 @@
-"""Runs whet on a tiny random model of several families: check, train, eval and both exports of each.
+"""Runs whet on a tiny random model of several families: check, train, resume, eval and both exports of each.
 
     python tests/model_families.py [FAMILY …] [--out FOLDER]
 
-Hybrids, image-text checkpoints and a base model without a chat template, which trains on plain text. Each command runs
-as a user would type it; the first that fails ends its family, and the exit code is 1.
+Mixtures of experts, also trained by two processes; hybrids, image-text checkpoints, and a base model without a chat
+template, which trains on plain text. Each command runs as a user would type it; the first that fails ends its
+family, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from transformers import AutoTokenizer
 from tiny_architectures import save_tiny_model
 from whet.cli.app import main as whet
 
+EXPERT_FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 CHAT_FAMILIES = ("qwen3_5", "qwen3_next", "falcon_h1", "gemma3")
 BASE_FAMILIES = ("gpt_neox",)
-FAMILIES = (*CHAT_FAMILIES, *BASE_FAMILIES)
+FAMILIES = (*EXPERT_FAMILIES, *CHAT_FAMILIES, *BASE_FAMILIES)
 
 
 def write_recipe(folder: Path, family: str) -> Path:
@@ -61,11 +63,15 @@ export: {{at_end: none}}
     return recipe
 
 
-def commands(recipe: Path) -> list[list[str]]:
-    run = str(recipe.parent / "run")
+def commands(recipe: Path, family: str) -> list[list[str]]:
+    """Arguments of whet, in order."""
+    run, pair = str(recipe.parent / "run"), str(recipe.parent / "pair")
+    by_two = ["launch", str(recipe), f"run.dir={pair}", "launch.processes=2"]
     return [
         ["check", str(recipe)],
-        ["train", str(recipe), f"run.dir={run}"],
+        ["train", str(recipe), f"run.dir={run}", "--until", "1"],
+        ["train", str(recipe), f"run.dir={run}", "--resume"],
+        *([by_two] if family in EXPERT_FAMILIES else []),
         ["eval", run],
         ["export", run, "--to", "merged"],
         ["export", run, "--to", "adapter"],
@@ -75,7 +81,7 @@ def commands(recipe: Path) -> list[list[str]]:
 def run_family(folder: Path, family: str) -> bool:
     """Whether every command succeeds; prints a line for each."""
     (folder / family).mkdir(parents=True)
-    for arguments in commands(write_recipe(folder / family, family)):
+    for arguments in commands(write_recipe(folder / family, family), family):
         began, said = time.monotonic(), io.StringIO()
         code = 0
         sys.argv = ["whet", *arguments]
@@ -85,8 +91,8 @@ def run_family(folder: Path, family: str) -> bool:
             except SystemExit as end:
                 code = end.code if isinstance(end.code, int) else 1
         word = "ok" if code == 0 else f"exit code {code}"
-        shown, seconds = " ".join(arguments[:1] + arguments[2:]), time.monotonic() - began
-        sys.stdout.write(f"{family:12} whet {shown:32.32} {word:8} {seconds:5.1f} s\n")
+        shown = " ".join(part for part in (arguments[0], *arguments[2:]) if not part.startswith("run.dir="))
+        sys.stdout.write(f"{family:12} whet {shown:28.28} {word:8} {time.monotonic() - began:5.1f} s\n")
         sys.stdout.flush()
         if code != 0:
             sys.stdout.write(said.getvalue())
