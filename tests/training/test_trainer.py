@@ -144,6 +144,7 @@ class FakePlan:
 
     def __init__(self, steps: int, stats: Any) -> None:
         self._steps, self.stats, self.documents = steps, stats, range(2 * steps)
+        self.step_offset = 0
 
     def __len__(self) -> int:
         return self._steps
