@@ -384,7 +384,8 @@ def _resolve_recipe_paths(tree: Node, key: tuple[str, ...]) -> Node:
         return tree
     found = recipe.parent / tree.value
     is_here = resolve_path(recipe.parent) == Path.cwd()
-    if is_here or user_path(tree.value).is_absolute() or not os.path.lexists(found):
+    is_found = os.path.lexists(found) or os.path.lexists(f"{found}.bin")  # token files may be named without suffix
+    if is_here or user_path(tree.value).is_absolute() or not is_found:
         return tree
     template = None if tree.template is None else Template(recipe.parent / tree.template)
     return replace(tree, value=str(found), template=template)
