@@ -92,7 +92,7 @@ MLDE = [
     "model.path=builtin:tiny", "data.sources=[{path: math.jsonl, format: prompt-completion, fields: {prompt: "
     "message_1, completion: message_2}}]", "data.max_length=128", "train.steps=8", "train.batch.rows=2",
     "train.precision=fp32", "eval.every=4", "checkpoint.every=4", "parallel.shard=2", "launch.gpus=null",
-    "launch.processes=2",
+    "launch.processes=2", "search.max_trials=4",
 ]  # fmt: skip
 MINDSPEED = [
     "model.path=builtin:tiny", "data.sources=[{path: alpaca.json}]", "data.max_length=128", "train.epochs=null",
@@ -225,3 +225,36 @@ def test_lumi_on_slurm(whet: Any, place: Path, pieces: Callable[..., Path], clus
         ended = whet(*words)
         assert ended.code == 0, (words, ended.err)
     assert steps_of("runs/lumi") == [423859, 423860, 423861]
+
+
+@pytest.mark.slow
+def test_mlde(whet: Any, place: Path) -> None:
+    """LoRA over sharded weights in two processes, best and latest checkpoints, a search, both models side by side."""
+    records = [{"message_1": f"What is {n} plus {m}?", "message_2": f"It is {n + m}."} for n in range(12) for m in range(8)]
+    Path("math.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    experiment = ROOT / "tests/fixtures/configs/determined.yaml"
+    Path("swallow_70b_ds3.yaml").write_text(experiment.read_text())
+    Path("deepspeed_auto.json").write_text((experiment.parent / "deepspeed_auto.json").read_text())
+    list(run_locally(whet, "mlde.md"))
+    assert steps_of("runs/mlde") == [*range(1, 9)]
+    checkpoints = {path.name for path in Path("runs/mlde/checkpoints").iterdir() if not path.name.startswith(".")}
+    assert {"latest", "best"} < checkpoints
+    assert (Path("runs/mlde/exports/adapter") / "adapter_config.json").is_file()
+    assert list(Path("runs/mlde/tensorboard").iterdir())
+    assert json.loads(Path("runs/mlde/plan.json").read_text())["world"] == 2
+    assert json.loads(Path("runs/mlde-search/search.json").read_text())["best"]
+
+
+@pytest.mark.slow
+def test_mindspeed(whet: Any, place: Path) -> None:
+    """Stage pt, then sft on its weights, with FSDP2 and Ulysses over four processes, and the profiler."""
+    records = [{"instruction": f"Say {n} twice.", "input": "", "output": f"{n} {n}"} for n in range(60)]
+    Path("alpaca.json").write_text(json.dumps(records))
+    Path("documents.jsonl").write_text("".join(json.dumps({"text": f"Number {n} " * 30}) + "\n" for n in range(40)))
+    Path("qwen3.yaml").write_text((ROOT / "tests/fixtures/configs/mindspeed.yaml").read_text())
+    list(run_locally(whet, "mindspeed.md"))
+    assert steps_of("runs/pt") == steps_of("runs/mindspeed") == [*range(1, 7)]
+    plan = json.loads(Path("runs/mindspeed/plan.json").read_text())
+    assert (plan["world"], plan["shard"], plan["context"]) == (4, 2, 2)
+    assert (Path("runs/profiled/profile") / "rank-0.trace.json.gz").is_file()
+    assert str(Path("runs/pt").resolve()) in Path("runs/mindspeed/config.yaml").read_text()
