@@ -1,4 +1,4 @@
-"""Exports for GPT-NeoX: tensor by tensor what an independent writer gives, and the importer computes the same logits."""
+"""Exports for GPT-NeoX: the tensors are those of an independent writer, and the importer computes the same logits."""
 
 from __future__ import annotations
 

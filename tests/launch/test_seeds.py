@@ -230,7 +230,9 @@ def test_lumi_on_slurm(whet: Any, place: Path, pieces: Callable[..., Path], clus
 @pytest.mark.slow
 def test_mlde(whet: Any, place: Path) -> None:
     """LoRA over sharded weights in two processes, best and latest checkpoints, a search, both models side by side."""
-    records = [{"message_1": f"What is {n} plus {m}?", "message_2": f"It is {n + m}."} for n in range(12) for m in range(8)]
+    records = [
+        {"message_1": f"What is {n} plus {m}?", "message_2": f"It is {n + m}."} for n in range(12) for m in range(8)
+    ]
     Path("math.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     experiment = ROOT / "tests/fixtures/configs/determined.yaml"
     Path("swallow_70b_ds3.yaml").write_text(experiment.read_text())

@@ -127,7 +127,9 @@ def test_a_user_defined_piece_can_be_a_marker(pieces: Train, kind: str) -> None:
     assert tokenizer.eot_token_id == 8
     for text in ("hello world", "kā r4 r5"):
         assert tokenizer.encode(text, add_special_tokens=False) == processor.encode(text)
-    assert tokenizer.encode("a<|user|>b", add_special_tokens=False).count(7) == 1 == processor.encode("<|user|>").count(7)
+    assert (
+        tokenizer.encode("a<|user|>b", add_special_tokens=False).count(7) == 1 == processor.encode("<|user|>").count(7)
+    )
 
 
 def test_a_system_marker_and_no_end_of_document(pieces: Train) -> None:

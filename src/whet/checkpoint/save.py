@@ -53,9 +53,9 @@ class CheckpointSaver:
         metadata: Callable[[], Mapping[str, Any]] = dict, lower_is_better: bool = True, timeout_s: float = 1800.0,
         synced: Sequence[Path] = (),
     ) -> None:  # fmt: skip
-        """`optimizers="newest"` deletes the optimizer state of all but the newest two checkpoints, "none" saves none. `metadata` is called
-        once, in the thread, for further keys of the manifest. `timeout_s` limits how long ranks wait for each other.
-        `synced`: files whose size `state` has; they are on the disk before the checkpoint is."""
+        """`optimizers="newest"` deletes the optimizer state of all but the newest two checkpoints, "none" saves none.
+        `metadata` is called once, in the thread, for further keys of the manifest. `timeout_s` limits how long ranks
+        wait for each other. `synced`: files whose size `state` has; they are on the disk before the checkpoint is."""
         self._folder, self._model, self._optimizer, self._ranks = folder, model, optimizer, ranks
         self._retention, self._optimizers = retention or Retention(), optimizers
         self._metadata, self._cached_metadata = metadata, dict[str, Any]()

@@ -1,6 +1,6 @@
 """Export as a GPT-NeoX checkpoint: a file for each layer and tensor-parallel rank, read back by the importer.
 
-The layout is described in neox.py and neox_files.py. NeoX loads it with `"finetune": true` and `load` set to the folder.
+The layout is described in neox.py and neox_files.py. NeoX loads it with `finetune: true` and `load` set to the folder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class NeoXFormat:
         config: Any = spec.model.language_model.config
         reason = _unsupported(config)
         if reason:
-            raise WhetError(f"--to neox: GPT-NeoX cannot load this {config.model_type} model: {reason}. Use --to merged")
+            raise WhetError(
+                f"--to neox: GPT-NeoX cannot load this {config.model_type} model: {reason}. Use --to merged"
+            )
         keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         for what, count in (("key-value heads", keys), ("MLP rows", config.intermediate_size)):
             if count % spec.tensor_parallel:
@@ -65,8 +67,10 @@ class NeoXFormat:
                 tensors = {name: tensor.to(dtype).clone() for name, tensor in tensors_of_rank(rank).items()}
                 torch.save(tensors, step / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
         for rank in range(ranks):  # what DeepSpeed reads beside the layers
-            counts = {"global_steps": spec.step, "skipped_steps": 0, "iteration": spec.step}
-            beside = {"module": None, "optimizer": {}, "dp_world_size": 1, "mp_world_size": ranks, **counts}
+            beside: dict[str, Any] = {
+                "module": None, "optimizer": {}, "dp_world_size": 1, "mp_world_size": ranks,
+                "global_steps": spec.step, "skipped_steps": 0, "iteration": spec.step,
+            }  # fmt: skip
             torch.save(beside, step / f"mp_rank_{rank:02d}_model_states.pt")
         (step / "configs" / "model.yml").write_text(yaml.safe_dump(_settings(config, ranks), sort_keys=False))
         (folder / "latest").write_text(step.name)

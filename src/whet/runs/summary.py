@@ -79,7 +79,8 @@ class RunSummary:
         facts = self.facts
         return {
             "name": self.name, "folder": str(self.folder), "project": facts.project, "state": self.state.name,
-            "note": self.state.note, "step": self.step, "steps": self.steps, "progress": self.progress, "loss": facts.loss, "best": facts.best,
+            "note": self.state.note, "step": self.step, "steps": self.steps, "progress": self.progress,
+            "loss": facts.loss, "best": facts.best,
             "best_metric": facts.best_metric, "tokens_per_s": facts.tokens_per_s,
             "tokens": facts.tokens, "device_hours": facts.device_hours, "tags": list(facts.tags),
             "started": facts.status.get("started"), "heartbeat": facts.status.get("heartbeat"),
