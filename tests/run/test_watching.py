@@ -150,13 +150,16 @@ def test_a_stall_is_told_once_and_hours_add_up(tmp_path: Path) -> None:
     PHASE.enter("testing", 0)
 
 
-def test_the_whole_run_is_predicted_from_its_first_steps_and_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("offset", [0, 400])
+def test_the_whole_run_is_predicted_from_its_first_steps_and_once(tmp_path: Path, offset: int) -> None:
     from whet.core.run_folder import RunFolder
 
     (tmp_path / "config.yaml").write_text("run: {price: 3600.0}\n")
     folder = RunFolder(tmp_path)
-    folder.set_status("running", 6, 100)
-    steps = [{"time": time.time(), "step": n, "loss": 1.0, "step_s": 2.0, "tokens_per_s": 1.0} for n in range(1, 7)]
+    folder.step_offset = offset
+    folder.set_status("running", offset + 6, offset + 100)
+    common = {"time": time.time(), "loss": 1.0, "step_s": 2.0, "tokens_per_s": 1.0}
+    steps = [common | {"step": offset + n} for n in range(1, 7)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
     RunMonitor(tmp_path, 4, Notifier([], tmp_path), 600.0).close()
     folder.close()

@@ -199,8 +199,8 @@ def require_checkpoint_space(
 ) -> None:
     """Raise before the first step if the disk cannot hold the run's checkpoints and its export.
 
-    `weights`, `optimizer` and `export` are bytes; `optimizers`: checkpoint.optimizer. One checkpoint more than retention
-    keeps exists while it is written.
+    `weights`, `optimizer` and `export` are bytes; `optimizers`: checkpoint.optimizer. One checkpoint more than
+    retention keeps exists while it is written.
     """
     kept = retention.max_kept(steps) + 1
     states = {"all": kept, "newest": min(kept, 3), "none": 0}[optimizers]

@@ -107,7 +107,7 @@ class Plan:
 
     @classmethod
     def load(cls, folder: Path) -> Plan:
-        """Load a saved plan, memory-mapped, if its files are intact; early versions saved no checksums and no offset."""
+        """Load a saved plan, memory-mapped, if its files are intact; old versions saved no checksums and no offset."""
         remedy = f"The plan is damaged: delete the folder {folder}; --resume then computes it again"
         sizes = read_hashed_json(folder / "sizes.json", remedy)
         damage = find_damage(folder, sizes.pop("checksums", {}))
