@@ -225,7 +225,7 @@ def test_patience_counts_evaluations_since_the_best(losses: list[float], patienc
         done[2 * resumed + 1] = {"val_loss": 99.0}
         run: Any = SimpleNamespace(
             config=SimpleNamespace(eval=SimpleNamespace(best="val_loss", every=2, patience=patience)),
-            intervals=SimpleNamespace(first=0, steps=99), evaluations=done, step=2 * count,
+            intervals=SimpleNamespace(first=0, offset=0, steps=99), evaluations=done, step=2 * count,
         )  # fmt: skip
         run._scheduled_scores = lambda run=run: Run._scheduled_scores(run)
         run.best_evaluation = lambda run=run: Run.best_evaluation(run)
