@@ -24,6 +24,7 @@ import yaml
 from slurm_cluster import Cluster
 
 from whet.cli.app import app
+from whet.cli.launch_verb import parse_verb
 from whet.config import read_config
 from whet.tokenizer.encoders import SentencePieceEncoder
 
@@ -163,13 +164,11 @@ def test_every_command_is_one_of_whet_s_and_every_recipe_valid(page: str, place:
     from typer.main import get_command
 
     root = get_command(app)
-    commands = commands_of(page)
+    whet, commands = root.make_context("whet", ["doctor"]), commands_of(page)
     assert len(commands) > 8
     for command in commands:
         words = command.with_settings(SETTINGS[page])
-        with root.make_context("whet", list(words), resilient_parsing=False) as context:
-            name, verb, rest = root.resolve_command(context, [*context._protected_args, *context.args])
-            verb.make_context(name, rest, parent=context)
+        parse_verb(whet, root.commands[words[0]], words)
         if command.recipe is not None and "search" not in command.recipe:
             settings = [word for word in words[2:] if re.match(r"[a-z_]+\.?[a-z_.0-9]*=", word)]
             assert read_config(Path(command.recipe), settings).run.dir != ""
