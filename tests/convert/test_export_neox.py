@@ -90,8 +90,6 @@ def test_a_run_goes_to_neox_and_back(whet: Any, tiny_run: Path, tmp_path: Path) 
     assert json.loads(ended.out)["certificate"]["verified"]
     again = whet("import", "checkpoint", "neox", tmp_path / "neox", "--out", tmp_path / "hf", "--json")
     assert again.code == 0, again.err
-    checked = whet("export", tiny_run, "--check", tmp_path / "neox", "--json")
-    assert checked.code == 0, checked.err
 
 
 def test_a_swapped_rank_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
