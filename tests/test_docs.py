@@ -33,8 +33,8 @@ def test_every_recipe_is_valid():
     recipes = sorted((ROOT / "recipes").glob("*.yaml"))
     assert recipes
     for recipe in recipes:
-        if recipe.stem == "search-tiny":
-            assert len(read_space(read_tree(Config, recipe)).parameters) == 3
+        if "search" in recipe.stem:
+            assert len(read_space(read_tree(Config, recipe)).parameters) in (2, 3)
         else:
             assert read_config(recipe).run.name == recipe.stem
 
@@ -48,6 +48,6 @@ def test_the_recipe_in_the_readme_is_valid(tmp_path):
 
 
 def test_links_between_the_pages_lead_somewhere():
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"

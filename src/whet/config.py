@@ -42,6 +42,11 @@ class RunConfig(Section):
         description="Whom to tell when the run finishes, fails or stalls: URLs, which get a JSON object by POST, and "
         "shell commands, which get it on stdin and WHET_RUN, WHET_EVENT, WHET_TEXT as variables.",
     )
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu", "npu"] = Field(
+        default="auto",
+        description="Kind of device to run on. auto: this machine's accelerator, or else the CPU. AMD's GPUs are cuda, "
+        "as in torch.",
+    )
     price: float | None = Field(
         default=None, gt=0, description="Price of a device hour, in any currency: costs are predicted and counted."
     )
@@ -252,6 +257,12 @@ class Config(Section):
         return batch.tokens // self.row_length if batch.tokens is not None else batch.rows
 
     @property
+    def validation_rows(self) -> int | None:
+        """The most rows of an evaluation; None: all."""
+        tokens = self.eval.tokens
+        return max(1, tokens // self.row_length) if tokens is not None else self.eval.rows
+
+    @property
     def shards_weights(self) -> bool:
         """Whether FSDP2 shards the model's weights: 4-bit weights are replicated."""
         return self.parallel.uses_fsdp and self.quantize is None
@@ -321,7 +332,7 @@ class Config(Section):
             (tree["data"], "template"),
             (tree["data"], "store"),
         ]:
-            if key in section and user_path(section[key]).exists():
+            if key in section and any(user_path(f"{section[key]}{end}").exists() for end in ("", ".bin")):
                 section[key] = str(resolve_path(user_path(section[key])))
         return tree
 
@@ -373,7 +384,8 @@ def _resolve_recipe_paths(tree: Node, key: tuple[str, ...]) -> Node:
         return tree
     found = recipe.parent / tree.value
     is_here = resolve_path(recipe.parent) == Path.cwd()
-    if is_here or user_path(tree.value).is_absolute() or not os.path.lexists(found):
+    is_found = os.path.lexists(found) or os.path.lexists(f"{found}.bin")  # token files may be named without suffix
+    if is_here or user_path(tree.value).is_absolute() or not is_found:
         return tree
     template = None if tree.template is None else Template(recipe.parent / tree.template)
     return replace(tree, value=str(found), template=template)

@@ -187,7 +187,7 @@ def test_a_missing_target_is_an_error(whet: Any, recipe: str, store: Store, tmp_
     assert f"{tmp_path}/no: no such file" in error_of(whet("inspect", tmp_path / "no"))
     assert f"{tmp_path}: neither a store" in error_of(whet("inspect", tmp_path))
     assert str(tmp_path / "no.bin") in error_of(whet("inspect", tmp_path / "no.bin")).replace("no.idx", "no.bin")
-    assert "--batch 13: the run has 12 steps" in error_of(whet("inspect", recipe, "--batch", 13))
+    assert "--batch 13: the run has the steps 1 to 12" in error_of(whet("inspect", recipe, "--batch", 13))
     assert "--batch needs a configuration or a run" in error_of(whet("inspect", store.folder, "--batch", 1))
     assert f"no document {len(store)}; there are {len(store)}, counted from 0" in error_of(
         whet("inspect", store.folder, "--start", len(store))

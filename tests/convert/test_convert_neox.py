@@ -61,6 +61,22 @@ def imported(whet: Any, folder: Path, out: Path, *options: Any) -> dict[str, Any
     return dict(json.loads(ended.out)["certificate"])
 
 
+def test_a_folder_with_a_link_to_the_start_checkpoint_and_latest(whet: Any, tmp_path: Path) -> None:
+    """As on LUMI: a new folder has a symlink to the checkpoint to start from, and `latest` names it."""
+    model = make("llama")
+    write(model, tmp_path / "final_train_v2")
+    start = tmp_path / "translate_sft_v1"
+    start.mkdir()
+    (start / "global_step423858").symlink_to("../final_train_v2/global_step7")
+    (start / "latest").write_text("global_step423858\n")
+    certificate = imported(whet, start, tmp_path / "out")
+    assert certificate["verified"]
+    assert {Path(name).parent.name for name in certificate["sources"]} == {"global_step423858"}
+    (start / "global_step423858").unlink()
+    (start / "global_step423858").symlink_to("../moved/global_step7")
+    assert "names 'global_step423858', which is not a folder here" in error_of(whet, start, tmp_path / "other")
+
+
 def error_of(whet: Any, folder: Path, out: Path, *options: Any) -> str:
     ended = whet("import", "checkpoint", "neox", folder, "--out", out, *options)
     assert ended.code == 1, ended.err

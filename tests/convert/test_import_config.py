@@ -134,7 +134,7 @@ def test_llamafactory_finds_its_datasets(tmp_path: Path) -> None:
 def test_neox_masks_by_its_mask_keys(tmp_path: Path) -> None:
     config, _ = imported("neox", tmp_path)
     (source,) = config.data.sources
-    assert (source.path, source.format) == ("data/chats_text_document.bin", "tokens")
+    assert (source.path, source.format) == ("data/chats_text_document", "tokens")
     assert source.mask is not None
     assert (source.mask.pairs, source.mask.alternating) == ([(7, 7)], [8])
     assert (config.data.packing, config.train.batch.rows, config.train.clip_norm) == ("k-bin", 4, 1.0)

@@ -35,6 +35,16 @@ def test_processes_may_share_gpus(one_gpu: pytest.MonkeyPatch, rank: int, device
     assert get_local_device(share_gpu=True) == torch.device("cuda", device)
 
 
+def test_run_device_selects_a_kind_or_is_refused(one_gpu: pytest.MonkeyPatch) -> None:
+    assert get_local_device(kind="cuda") == get_local_device() == torch.device("cuda", 0)
+    assert get_local_device(kind="cpu") == torch.device("cpu")
+    with pytest.raises(WhetError, match=r"run\.device: mps: torch .* finds no such device here, only cuda\..*=auto"):
+        get_local_device(kind="mps")
+    one_gpu.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    with pytest.raises(WhetError, match=r"run\.device: cuda: torch .* finds no such device here, only cpu"):
+        get_local_device(kind="cuda")
+
+
 def test_a_task_that_slurm_bound_to_its_own_gpu_uses_it(one_gpu: pytest.MonkeyPatch) -> None:
     """Each of the four tasks of a node sees one GPU."""
     for name, value in {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "SLURM_GPUS_ON_NODE": "4"}.items():

@@ -285,7 +285,7 @@ def test_conversations_by_loss_are_those_of_whet_inspect(dash, tiny_run):
 def test_a_step_that_does_not_exist_is_an_error_that_says_how_many_there_are(dash, tiny_run, step):
     answer = dash(tiny_run.parent).get("/api/run/step", run=tiny_run.name, step=step)
     assert answer.status == 404
-    assert "the plan has 12" in answer.json["error"]
+    assert "the plan has steps 1 to 12" in answer.json["error"]
 
 
 def test_a_damaged_run_is_shown_with_what_is_left(dash, tmp_path):

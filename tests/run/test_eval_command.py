@@ -134,6 +134,29 @@ def test_the_export_has_the_loss_of_the_run(evaluated: Json, run: Path, material
     assert other["val_loss"] != tuned["val_loss"]
 
 
+def test_data_is_read_as_the_run_read_its_own(whet: Any, recipe: str, tmp_path: Path) -> None:
+    """Names of fields too; and eval.tokens limits what is measured, in whole rows."""
+    lines = [json.dumps({"q": f"What follows {n}?", "a": f"{n + 1}, of course."}) + "\n" for n in range(40)]
+    (tmp_path / "own.jsonl").write_text("".join(lines))
+    (tmp_path / "other.jsonl").write_text("".join(lines[:9]))
+    source = "{path: %s, format: prompt-completion, fields: {prompt: q, completion: a}}"
+    run = whet(
+        "train", recipe, "train.steps=1", f"data.sources=[{source % (tmp_path / 'own.jsonl')}]", "data.validation=null",
+        f"run.dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    ended = whet("eval", tmp_path / "run", "--data", tmp_path / "other.jsonl", "--json")
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    assert found["val_loss"] > 0
+    assert "val_part" not in found
+    some = whet("eval", tmp_path / "run", "--data", tmp_path / "other.jsonl", "--json", "eval.tokens=300")
+    assert 0 < json.loads(some.out)["val_part"] < 1
+    both = whet("eval", tmp_path / "run", "--data", tmp_path / "other.jsonl", "eval.tokens=300", "eval.rows=1")
+    assert both.code == 1
+    assert "rows and tokens are alternatives" in both.err
+
+
 def test_a_yaml_list_of_tasks_and_options(evaluated: Json, run: Path, material: Path) -> None:
     own = f"{material}/own.jsonl"
     tasks = f"[{{path: {own}, name: mine, scorer: contains, examples: 3, max_new_tokens: 1}}, {own}:exact]"

@@ -76,6 +76,36 @@ def test_start_step_takes_steps_for_done(
     assert "train.start_step: 12, but this run has only 12 steps" in ended.err
 
 
+def test_step_offset_counts_on_from_another_checkpoint_and_changes_nothing_else(
+    whet: Any, recipe: str, tmp_path: Path, steps_of: Steps, state_of: Any
+) -> None:
+    """Numbers and names begin there; data, rates, intervals and weights are those without it, also when resumed."""
+    settings = [
+        "train.steps=6", "eval.every=3", "checkpoint.every=2", "checkpoint.keep_last=1", "checkpoint.keep_every=4",
+        "train.schedule.warmup=2",
+    ]  # fmt: skip
+    plain, offset = tmp_path / "plain", tmp_path / "offset"
+    assert whet("train", recipe, *settings, f"run.dir={plain}").code == 0
+    arguments = ["train", recipe, *settings, "train.step_offset=423858", f"run.dir={offset}"]
+    assert whet(*arguments, "--until", 423863).code == 0
+    assert [*map(int, (json.loads((offset / "status.json").read_text())[key] for key in ("step", "steps")))] == [
+        423863, 423864,
+    ]  # fmt: skip
+    assert "step 423,863 of 423,864 (83%)" in whet("runs", "show", offset).out
+    ended = whet(*arguments, "--resume")
+    assert ended.code == 0, ended.err
+    ours, theirs = steps_of(offset), steps_of(plain)
+    assert [line["step"] for line in ours] == [line["step"] + 423858 for line in theirs] == [*range(423859, 423865)]
+    for key in ("loss", "grad_norm", "lr", "epoch", "conversations", "tokens", "supervised_tokens"):
+        assert [line[key] for line in ours] == [line[key] for line in theirs], key
+    assert {step - 423858: loss for step, loss in val_losses(offset).items()} == val_losses(plain)
+    assert checkpoints(plain) == [4, 6]
+    assert checkpoints(offset) == [423862, 423864]
+    assert sorted(state_of(offset).values()) == sorted(state_of(plain).values())
+    replayed = json.loads(whet("inspect", offset, "--step", 423863, "--json").out)
+    assert (replayed["step"], replayed["exact"]) == (423863, True)
+
+
 def test_epochs_and_measurements_have_checkpoints(
     whet: Any, shipped_recipe: str, tmp_path: Path, steps_of: Steps
 ) -> None:

@@ -99,6 +99,16 @@ def test_a_run_resumes_from_whatever_is_complete(
     assert state_of(folder) == state_of(tiny_run)
 
 
+def test_without_optimizer_states_a_run_cannot_be_resumed_and_says_so(whet: Any, recipe: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = ["train", recipe, "train.steps=2", "checkpoint.optimizer=none", f"run.dir={folder}"]
+    assert whet(*arguments, "--until", 1).code == 0
+    assert [path.name for path in (folder / "checkpoints/step-000001").iterdir() if path.is_dir()] == ["model"]
+    ended = whet(*arguments, "--resume")
+    assert ended.code == 1
+    assert "none of these checkpoints has the optimizer's state (checkpoint.optimizer)" in " ".join(ended.err.split())
+
+
 def test_samples_are_neither_lost_nor_doubled(whet: Any, recipe: str, tmp_path: Path) -> None:
     def run(folder: Path, *more: str) -> list[Any]:
         ended = whet(

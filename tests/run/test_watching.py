@@ -150,13 +150,16 @@ def test_a_stall_is_told_once_and_hours_add_up(tmp_path: Path) -> None:
     PHASE.enter("testing", 0)
 
 
-def test_the_whole_run_is_predicted_from_its_first_steps_and_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("offset", [0, 400])
+def test_the_whole_run_is_predicted_from_its_first_steps_and_once(tmp_path: Path, offset: int) -> None:
     from whet.core.run_folder import RunFolder
 
     (tmp_path / "config.yaml").write_text("run: {price: 3600.0}\n")
     folder = RunFolder(tmp_path)
-    folder.set_status("running", 6, 100)
-    steps = [{"time": time.time(), "step": n, "loss": 1.0, "step_s": 2.0, "tokens_per_s": 1.0} for n in range(1, 7)]
+    folder.step_offset = offset
+    folder.set_status("running", offset + 6, offset + 100)
+    common = {"time": time.time(), "loss": 1.0, "step_s": 2.0, "tokens_per_s": 1.0}
+    steps = [common | {"step": offset + n} for n in range(1, 7)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
     RunMonitor(tmp_path, 4, Notifier([], tmp_path), 600.0).close()
     folder.close()
@@ -222,7 +225,7 @@ def test_patience_counts_evaluations_since_the_best(losses: list[float], patienc
         done[2 * resumed + 1] = {"val_loss": 99.0}
         run: Any = SimpleNamespace(
             config=SimpleNamespace(eval=SimpleNamespace(best="val_loss", every=2, patience=patience)),
-            intervals=SimpleNamespace(first=0, steps=99), evaluations=done, step=2 * count,
+            intervals=SimpleNamespace(first=0, offset=0, steps=99), evaluations=done, step=2 * count,
         )  # fmt: skip
         run._scheduled_scores = lambda run=run: Run._scheduled_scores(run)
         run.best_evaluation = lambda run=run: Run.best_evaluation(run)

@@ -157,6 +157,7 @@ def test_silence_is_judged_by_what_the_run_has_done_before() -> None:
     status = {"step": 5, "steps": 10, "phase": "computing gradients"}
     assert silence_limit(status, 1.0) == 120
     assert silence_limit(status, 600.0) == 1800  # its evaluations take ten minutes
+    assert silence_limit(status | {"step_offset": status["step"]}, 1.0) == 1800  # before its first step
     assert silence_limit(status | {"phase": "evaluating"}, 1.0) == 1800
     assert silence_limit(status | {"step": 0}, 0.0) == silence_limit(status | {"step": 10}, 0.0) == 1800
 

@@ -113,6 +113,25 @@ def test_the_chat_template_gives_the_ids_of_marked_text(pieces: Train) -> None:
             talk(tokenizer, *wrong)
 
 
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_user_defined_piece_can_be_a_marker(pieces: Train, kind: str) -> None:
+    """Its own text is in the template, because SentencePiece finds it in text, too; ids are the library's."""
+    path = pieces(
+        kind, control_symbols=["<|endoftext|>"], user_defined_symbols=["r4", "r5", "r6", "<|user|>", "<|assistant|>"]
+    )
+    processor = load_processor(path)
+    assert processor.id_to_piece([7, 8]) == ["<|user|>", "<|assistant|>"]
+    tokenizer = to_fast_tokenizer(path, TURNS)
+    said = talk(tokenizer, ("user", "a"), ("assistant", "b"))
+    assert said == "<|user|>a<|user|><|assistant|>b<|assistant|><|endoftext|>"
+    assert tokenizer.eot_token_id == 8
+    for text in ("hello world", "kā r4 r5"):
+        assert tokenizer.encode(text, add_special_tokens=False) == processor.encode(text)
+    assert (
+        tokenizer.encode("a<|user|>b", add_special_tokens=False).count(7) == 1 == processor.encode("<|user|>").count(7)
+    )
+
+
 def test_a_system_marker_and_no_end_of_document(pieces: Train) -> None:
     marks = {**TURNS.by_role, "system": TurnMarker(S, 6)}
     tokenizer = to_fast_tokenizer(pieces("bpe"), TurnMarkers(marks, append_eod=False))

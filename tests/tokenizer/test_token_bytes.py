@@ -70,7 +70,7 @@ def test_sentencepiece_tokens_have_the_bytes_of_their_text(
     @given(text=TEXTS)
     def check(text: str) -> None:
         text = f"a {text} z"  # whitespace alone has no tokens
-        if "▁" not in text:  # is written as a space
+        if "▁" not in text and "<|endoftext|>" not in text:  # a space, and a special token without bytes
             assert bytes_[tokenizer(text, add_special_tokens=False).input_ids].sum() == len(text.encode()) + prefix
 
     check()

@@ -55,6 +55,16 @@ def test_stacked_biases_of_experts_are_not_matrices() -> None:
     assert not [matrix for matrix in matrix_costs(model) if matrix.size == 3 * 32]
 
 
+def test_scale_multiplies_the_rate_of_every_group() -> None:
+    config = OptimizerConfig(lr=1e-3, head_lr=4e-3, scalar_lr=0.5)
+    plain, scaled = (build_optimizer(untied(), each, 0) for each in (config, config.model_copy(update={"scale": 0.25})))
+    before, after = (set_learning_rates(each, 0.5) for each in (plain, scaled))
+    assert after == {name: 0.25 * rate for name, rate in before.items()}
+    rates = [[group["lr"] for group in each.param_groups] for each in (plain, scaled)]
+    assert rates[1] == [0.25 * rate for rate in rates[0]]
+    assert len({*rates[0]}) == 3
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_decay_pulls_matrices_and_spares_vectors(name: Any) -> None:
     model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 5), nn.LayerNorm(5))

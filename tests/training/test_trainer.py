@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from whet.training.loss_scale import LossScaler
 from whet.training.metrics import RunTotals
 from whet.training.optimizers.factory import build_optimizer
 from whet.training.output import RunOutput
+from whet.training.profiler import Profiler
 from whet.training.run_state import Intervals, Run
 from whet.training.step import StepResult
 from whet.training.trainer import train
@@ -144,6 +145,7 @@ class FakePlan:
 
     def __init__(self, steps: int, stats: Any) -> None:
         self._steps, self.stats, self.documents = steps, stats, range(2 * steps)
+        self.step_offset = 0
 
     def __len__(self) -> int:
         return self._steps
@@ -160,6 +162,29 @@ def test_it_evaluates_and_saves_on_schedule(make_run: Callable[..., Any]) -> Non
         ("evaluate", 0), ("save", 2), ("evaluate", 3), ("save", 4), ("save", 6), ("evaluate", 6), ("save", 7),
         ("evaluate", 7),
     ]  # fmt: skip
+
+
+def test_with_an_offset_intervals_and_profiled_steps_count_from_it(make_run: Callable[..., Any]) -> None:
+    run, did = make_run(
+        Intervals(
+            steps=107, last=107, evaluate_every=3, evaluate_at_start=True, save_every=2, first=100, offset=100,
+        )
+    )  # fmt: skip
+    run.step, profiled = 100, []
+
+    class Recording(Profiler):
+        @contextlib.contextmanager
+        def step(self, step: int) -> Iterator[None]:
+            profiled.append(step)
+            yield
+
+    run.profiler = Recording()
+    train(run)
+    assert kinds(did, "evaluate", "save") == [
+        ("evaluate", 100), ("save", 102), ("evaluate", 103), ("save", 104), ("save", 106), ("evaluate", 106),
+        ("save", 107), ("evaluate", 107),
+    ]  # fmt: skip
+    assert profiled == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_resumed_run_continues_where_it_stopped(make_run: Callable[..., Any]) -> None:

@@ -30,10 +30,11 @@ class CheckpointConfig(Section):
         description="Number of best checkpoints by eval.best to keep; every evaluation then saves a checkpoint.",
     )
     keep_every: int | None = Field(default=None, ge=1, description="Keep checkpoints whose step is a multiple of this.")
-    optimizer: Literal["all", "newest"] = Field(
+    optimizer: Literal["all", "newest", "none"] = Field(
         default="all",
         description="newest: keep the optimizer state, usually two thirds of a checkpoint, in the newest two only. The "
-        "older ones can be exported and used as model.path, but not resumed.",
+        "older ones can be exported and used as model.path, but not resumed. none: save no optimizer state; a run that "
+        "is interrupted cannot be resumed.",
     )
 
     @property

@@ -36,7 +36,9 @@ class Retention:
     best: int = 0
     """Number of those with the best score to keep."""
     every: int | None = None
-    """Keep steps that are a multiple of this."""
+    """Keep steps that are a multiple of this, counted from `offset`."""
+    offset: int = 0
+    """train.step_offset."""
 
     def steps_to_keep(
         self, steps: Iterable[int], scores: Mapping[int, float], lower_is_better: bool = True
@@ -45,7 +47,7 @@ class Retention:
         known = sorted(set(steps))
         newest = known[-max(1, self.last) :]
         ranked = rank_by_score(known, scores, lower_is_better)
-        periodic = [step for step in known if self.every and step % self.every == 0]
+        periodic = [step for step in known if self.every and (step - self.offset) % self.every == 0]
         return {*newest, *ranked[: self.best], *periodic}
 
     def max_kept(self, steps: int) -> int:
@@ -193,14 +195,15 @@ def repair(folder: Path) -> None:
 
 
 def require_checkpoint_space(
-    folder: Path, weights: int, optimizer: int, retention: Retention, steps: int, all_optimizers: bool, export: int
+    folder: Path, weights: int, optimizer: int, retention: Retention, steps: int, optimizers: str, export: int
 ) -> None:
     """Raise before the first step if the disk cannot hold the run's checkpoints and its export.
 
-    `weights`, `optimizer` and `export` are bytes. One checkpoint more than retention keeps exists while it is written.
+    `weights`, `optimizer` and `export` are bytes; `optimizers`: checkpoint.optimizer. One checkpoint more than
+    retention keeps exists while it is written.
     """
     kept = retention.max_kept(steps) + 1
-    states = kept if all_optimizers else min(kept, 3)
+    states = {"all": kept, "newest": min(kept, 3), "none": 0}[optimizers]
     require_disk_space(
         folder, weights * kept + optimizer * states + export + 2**20, "this run's checkpoints and export"
     )

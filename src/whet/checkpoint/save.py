@@ -49,13 +49,13 @@ class CheckpointSaver:
 
     def __init__(
         self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks,
-        retention: Retention | None = None, optimizers: Literal["all", "newest"] = "all",
+        retention: Retention | None = None, optimizers: Literal["all", "newest", "none"] = "all",
         metadata: Callable[[], Mapping[str, Any]] = dict, lower_is_better: bool = True, timeout_s: float = 1800.0,
         synced: Sequence[Path] = (),
     ) -> None:  # fmt: skip
-        """`optimizers="newest"` deletes the optimizer state of all but the newest two checkpoints. `metadata` is called
-        once, in the thread, for further keys of the manifest. `timeout_s` limits how long ranks wait for each other.
-        `synced`: files whose size `state` has; they are on the disk before the checkpoint is."""
+        """`optimizers="newest"` deletes the optimizer state of all but the newest two checkpoints, "none" saves none.
+        `metadata` is called once, in the thread, for further keys of the manifest. `timeout_s` limits how long ranks
+        wait for each other. `synced`: files whose size `state` has; they are on the disk before the checkpoint is."""
         self._folder, self._model, self._optimizer, self._ranks = folder, model, optimizer, ranks
         self._retention, self._optimizers = retention or Retention(), optimizers
         self._metadata, self._cached_metadata = metadata, dict[str, Any]()
@@ -80,7 +80,7 @@ class CheckpointSaver:
         """Allocate host memory for the first save in the background. Call it after the first optimizer step."""
         if self._ranks.device.type == "cuda":
             reshard(self._model)
-            tensors = {**model_tensors(self._model), **optimizer_tensors(self._model, self._optimizer)}
+            tensors = {name: tensor for part in self._state_dicts().values() for name, tensor in part.items()}
             # All ranks measure free memory before any allocates: they share the host.
             if all(self._ranks.all_gather([self._staging.has_room_for(tensors)])):
                 self._staging.allocate_async(tensors)
@@ -90,11 +90,8 @@ class CheckpointSaver:
         began = self.last_saved = time.monotonic()
         self.wait()
         reshard(self._model)
-        parts: StateDicts = {
-            "model": model_tensors(self._model),
-            "optimizer": optimizer_tensors(self._model, self._optimizer),
-        }
-        if self._staging.has_room_for({**parts["model"], **parts["optimizer"]}):
+        parts = self._state_dicts()
+        if self._staging.has_room_for({name: tensor for part in parts.values() for name, tensor in part.items()}):
             staged = {part: self._staging.copy(tensors) for part, tensors in parts.items()}
             self.blocked_s = time.monotonic() - began
             self._thread = threading.Thread(
@@ -108,6 +105,12 @@ class CheckpointSaver:
             warn("not enough host memory for a copy of weights and optimizer state: training waits for the disk")
             self._write_or_record_error(step, parts, dict(state))
             self.blocked_s = time.monotonic() - began
+
+    def _state_dicts(self) -> StateDicts:
+        parts = {"model": model_tensors(self._model)}
+        if self._optimizers != "none":
+            parts["optimizer"] = optimizer_tensors(self._model, self._optimizer)
+        return parts
 
     def wait(self) -> None:
         """Block until the last save is on disk; raises its error."""

@@ -19,6 +19,7 @@ class ExportKind(StrEnum):
     ADAPTER = "adapter"
     GGUF = "gguf"
     MEGATRON = "megatron"
+    NEOX = "neox"
 
 
 @cli_command
@@ -29,7 +30,7 @@ def export(
         typer.Option(
             "--to",
             help="merged (also called hf): a plain model folder; adapter: the adapter alone; gguf: a file for "
-            "llama.cpp; megatron: a checkpoint for Megatron-Core.",
+            "llama.cpp; megatron, neox: a checkpoint for Megatron-Core or GPT-NeoX.",
         ),
     ] = ExportKind.MERGED,
     dtype: Annotated[
@@ -46,7 +47,7 @@ def export(
         typer.Option("--shard-size", min=1e-6, help="GB per weight file; exporting needs about this much memory."),
     ] = 5.0,
     tensor_parallel: Annotated[
-        int, typer.Option("--tensor-parallel", min=1, help="For megatron: the tensor-parallel size of the checkpoint.")
+        int, typer.Option("--tensor-parallel", min=1, help="For megatron and neox: the tensor-parallel size.")
     ] = 1,
     check: Annotated[
         Path | None, typer.Option("--check", help="Write nothing; compare this export with the run again.")

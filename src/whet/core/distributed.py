@@ -122,11 +122,18 @@ def is_peer_failure(error: BaseException) -> bool:
 # Initialisation
 
 
-def get_local_device(share_gpu: bool = False) -> torch.device:
-    """The device of this machine that this process uses. `share_gpu`: processes without one of their own share them."""
+def get_local_device(share_gpu: bool = False, kind: str = "auto") -> torch.device:
+    """The device of this machine that this process uses. `share_gpu`: processes without one of their own share them;
+    `kind`: run.device."""
     local = launch_env.local_rank()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    found = "cpu" if accelerator is None else accelerator.type
+    if kind not in ("auto", "cpu", found):
+        raise WhetError(
+            f"run.device: {kind}: torch {torch.__version__} finds no such device here, only {found}. `whet doctor` "
+            f"tells why; to use what is here: run.device=auto"
+        )
+    if accelerator is None or kind == "cpu":
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     if share_gpu and accelerator.type == "cuda":  # Gloo carries no tensors of other accelerators
@@ -143,14 +150,15 @@ def get_local_device(share_gpu: bool = False) -> torch.device:
     return torch.device(accelerator.type, local)
 
 
-def init_distributed(timeout_s: float = 1800.0, share_gpu: bool = False) -> Ranks:
+def init_distributed(timeout_s: float = 1800.0, share_gpu: bool = False, kind: str = "auto") -> Ranks:
     """Select this process's device and join the process group, if the launcher started several processes.
 
     They may arrive hours apart, when each machine prepares its own data; later no collective takes longer than
     `timeout_s`. `share_gpu`: several processes may use one GPU, and communicate over Gloo (launch.share_gpu).
+    `kind`: run.device.
     """
     rank, world_size = launch_env.rank(), launch_env.world_size()
-    device = get_local_device(share_gpu)
+    device = get_local_device(share_gpu, kind)
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     if world_size > 1:

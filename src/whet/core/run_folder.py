@@ -67,6 +67,8 @@ class RunFolder:
         self._started = status.get("started") or time.time()
         self._heartbeat = 0.0
         self._step, self._steps = status.get("step") or 0, status.get("steps") or 0
+        self.step_offset: int = status.get("step_offset") or 0
+        """train.step_offset: `step` and `steps` in status.json count from there."""
         self.first_step: dict[str, float] | None = None
         """Seconds from the start of this process to the end of its first step, and their parts; None before it."""
 
@@ -125,7 +127,7 @@ class RunFolder:
                 "format": RUN_FORMAT, "state": state, "step": step, "steps": steps, "host": socket.gethostname(),
                 "pid": os.getpid(), "job": slurm_job(), "started": self._started, "heartbeat": self._heartbeat,
                 "exit_code": exit_code, "reason": reason and mask_secrets(reason), "phase": PHASE.name,
-                "first_step": self.first_step,
+                "first_step": self.first_step, "step_offset": self.step_offset,
             },
         )  # fmt: skip
 

@@ -69,8 +69,9 @@ def describe_document(data: RunData, document: int) -> dict[str, Any]:
 def conversations_of_step(folders: RunsFolder, run: Path, step: int) -> dict[str, Any]:
     """The conversations of a step, counted from 1, the highest loss first, where losses are recorded."""
     plan = Plan.load(folders.require_inside(run / "plan"))
-    if not 1 <= step <= len(plan):
-        raise NotFoundError(f"{run.name}: there is no step {step}; the plan has {len(plan)}")
+    if not plan.step_offset < step <= plan.last_step:
+        known = f"{plan.step_offset + 1:,} to {plan.last_step:,}"
+        raise NotFoundError(f"{run.name}: there is no step {step}; the plan has steps {known}")
     documents = [int(document) for document in np.asarray(plan.documents_of(step - 1))]
     data = RunData(folders, run)
     if any(document >= len(data.store) for document in documents):

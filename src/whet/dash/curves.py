@@ -93,7 +93,7 @@ def axis_values(file: MetricsFile, table: Table, axis: AxisName) -> NDArray[np.f
     known_steps, tokens = file.steps.column("step"), file.steps.column("tokens")
     if not len(known_steps):
         return np.zeros(len(steps))
-    return np.interp(steps, np.concatenate([[0.0], known_steps]), np.concatenate([[0.0], tokens]))
+    return np.interp(steps, np.concatenate([known_steps[:1] - 1, known_steps]), np.concatenate([[0.0], tokens]))
 
 
 def _series(

@@ -189,7 +189,7 @@ class Loader:
         step, number = key
         if number + 1 < self.micro_batch_count(step):
             return step, number + 1
-        return (step + 1, 0) if step + 1 < len(self._plan) else None
+        return (step + 1, 0) if step + 1 < self._plan.last_step else None
 
     def _make_batch(self, key: tuple[int, int]) -> tuple[int, PackedBatch]:
         step, number = key

@@ -96,6 +96,7 @@ _DTYPES_OF_KIND = {
     "merged": ("f64", "f32", "bf16", "f16"),
     "gguf": ("f32", "bf16", "f16", "q8_0", *QUANTIZER_TYPES),
     "megatron": ("f32", "bf16", "f16"),
+    "neox": ("f32", "bf16", "f16"),
 }
 _NAME_OF_TORCH_DTYPE = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 

@@ -25,6 +25,7 @@ EXPORT_FORMATS: dict[str, ExportFormat] = {
     "gguf": GGUFFormat(),
     "megatron": MegatronFormat(),
 }
+"""run/export_run.py adds neox, which the importer reads back: package convert stands on this one."""
 
 
 def write_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Sequence[int]]) -> Certificate:

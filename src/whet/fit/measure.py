@@ -155,7 +155,7 @@ def time_steps(run: Run) -> tuple[float, float]:
     run.model.train()
     seconds, tokens = 0.0, 0
     for number in range(_WARM_STEPS + _TIMED_STEPS):
-        step = number % len(run.plan)
+        step = run.plan.step_offset + number % len(run.plan)
         _synchronize(run)
         began = time.perf_counter()
         passes = ForwardPasses(

@@ -89,7 +89,7 @@ def _entry(measured: Measurement) -> dict[str, Any]:
 
 def fit(config: Config, metric: Metric) -> FitResult:
     """Measure steps of a run with its real model and worst batch, and keep the best choice where the run finds it."""
-    device = get_local_device(config.launch.share_gpu)
+    device = get_local_device(config.launch.share_gpu, config.run.device)
     if not device_memory.has_own_memory(device):
         raise WhetError(
             "this machine has no GPU whose memory could be measured; on a CPU train.micro_rows: auto is 1. Run `whet "

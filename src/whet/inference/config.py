@@ -92,6 +92,8 @@ def parse_task_text(text: str) -> dict[str, str]:
 class EvalConfig(Section):
     """Evaluation during training, and the defaults of `whet eval`."""
 
+    alternatives = (("rows", "tokens"),)
+
     every: int | None = Field(
         default=None, ge=1, description="Steps between evaluations; absent: only at the start and the end."
     )
@@ -99,6 +101,9 @@ class EvalConfig(Section):
         default=None,
         ge=1,
         description="Maximum packed rows of validation data, chosen evenly; absent: all.",
+    )
+    tokens: int | None = Field(
+        default=None, ge=1, description="Alternative: room for tokens, as whole rows, like train.batch.tokens."
     )
     at_start: bool = Field(default=True, description="Evaluate before the first step too.")
     tasks: list[TaskConfig] = Field(default=[], description="Tasks by name or file, such as [orders, my.jsonl:number].")

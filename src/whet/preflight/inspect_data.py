@@ -172,12 +172,12 @@ def show_batch(target: InspectionTarget, step: int, silent: bool) -> dict[str, A
     if target.config is None or target.data is None:
         raise WhetError(f"{target.name}: --batch needs a configuration or a run; a store alone has no steps")
     plan, row_length = make_plan(target.config, target.data), target.config.row_length
-    if step > len(plan):
-        raise WhetError(f"--batch {step}: the run has {len(plan)} steps")
+    if not plan.step_offset < step <= plan.last_step:
+        raise WhetError(f"--batch {step}: the run has the steps {plan.step_offset + 1} to {plan.last_step}")
     rows = [_row_layout(target.data.train.store, documents.tolist()) for documents in plan.rows_of(step - 1)]
     if not silent:
         _draw_rows(rows, step, plan, row_length)
-    return {"step": step, "steps": len(plan), "row_length": row_length, "rows": rows}
+    return {"step": step, "steps": plan.last_step, "row_length": row_length, "rows": rows}
 
 
 def _row_layout(store: Store, documents: Iterable[int]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _row_layout(store: Store, documents: Iterable[int]) -> dict[str, Any]:
 def _draw_rows(rows: Sequence[dict[str, Any]], step: int, plan: Plan, row_length: int) -> None:
     console = SafeConsole()
     tokens = sum(row["tokens"] for row in rows)
-    title = f"step {step} of {len(plan)} · {len(rows)} rows of {row_length} tokens · together {tokens:,} tokens"
+    title = f"step {step} of {plan.last_step} · {len(rows)} rows of {row_length} tokens · together {tokens:,} tokens"
     console.print(_render_title(title))
     for number, row in enumerate(rows):
         bar = Text(f"{number:4} ")

@@ -40,7 +40,7 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
 
     try:
         tokens = len(load_run_tokenizer(config) if data is None else data.tokenizer)
-        device = init_distributed().device
+        device = init_distributed(kind=config.run.device).device
         precision = choose_precision(config, device)
         model = build_model(config, precision, device, tokens, typical=0 if data is None else data.typical_length)
     except VocabularyError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -55,6 +56,7 @@ from whet.training.checkpoints import (
     read_excluded_steps,
     restore_newest_checkpoint,
 )
+from whet.training.config import TrainConfig
 from whet.training.effect import EffectMeter
 from whet.training.guard import Guard
 from whet.training.loss_scale import LossScaler
@@ -110,7 +112,7 @@ def assemble(
     effect = EffectMeter(model, ranks)  # before a checkpoint replaces the weights
     restored = restore_newest_checkpoint(config, model, optimizer, loss_scaler, ranks)
     step = restored.step
-    last = min(until or len(plan), len(plan))
+    last = min(until or plan.last_step, plan.last_step)
     if step > last:
         raise WhetError(f"--until {last}: this run has done {step} steps already. Give a later step, or leave it out")
     guard = Guard(
@@ -122,10 +124,11 @@ def assemble(
         saver = stack.enter_context(_open_saver(given, model, optimizer, ranks, restored.evaluations)) if save else None
         output = RunOutput()
         if folder is not None:
-            folder.set_status("running", step, len(plan))
+            folder.step_offset = plan.step_offset
+            folder.set_status("running", step, plan.last_step)
             opened = open_trackers(trackers, _tracked_run(config, step))
-            output = FolderOutput(folder, step, len(plan), restored.prefixes, opened)
-        stack.enter_context(_closing(output, lambda: run.step >= len(plan) or run.ends_early()))
+            output = FolderOutput(folder, step, plan.last_step, restored.prefixes, opened)
+        stack.enter_context(_closing(output, lambda: run.step >= plan.last_step or run.ends_early()))
         loader = make_loader(config, data.train.store, plan, ranks, model)
         stack.callback(lambda: run.loader.close())
         run = Run(
@@ -141,7 +144,7 @@ def assemble(
             optimizer=optimizer,
             loss_scaler=loss_scaler,
             guard=guard,
-            intervals=_intervals(config, len(plan), last, restored.has_initial_evaluation),
+            intervals=_intervals(config, plan, last, restored.has_initial_evaluation),
             evaluate=lambda: evaluate_run(run.config, data, model, ranks, precision),
             saver=saver,
             output=output,
@@ -150,7 +153,7 @@ def assemble(
             flops=count_step_flops(model.language_model),
             peak_flops=None if peak is None else peak * ranks.world_size,
             step=step,
-            totals=totals_before(loader, step) if restored.totals == RunTotals() else restored.totals,
+            totals=totals_before(loader, config.train) if restored.totals == RunTotals() else restored.totals,
             evaluations=restored.evaluations,
         )
         run.profiler = make_profiler(config.profile, config.folder, ranks, len(plan), partial(run_flops_table, run))
@@ -246,7 +249,7 @@ def _require_disk_space(
     checkpoint = config.checkpoint
     require_checkpoint_space(
         folder.path, weights, optimizer_state_bytes(optimizer), checkpoint.retention, steps,
-        checkpoint.optimizer == "all", export,
+        checkpoint.optimizer, export,
     )  # fmt: skip
 
 
@@ -256,7 +259,8 @@ def _open_saver(
 ) -> CheckpointSaver:  # fmt: skip
     """With the scores of the checkpoints that exist."""
     saver = CheckpointSaver(
-        config.folder / "checkpoints", model, optimizer, ranks, config.checkpoint.retention,
+        config.folder / "checkpoints", model, optimizer, ranks,
+        replace(config.checkpoint.retention, offset=config.train.step_offset),
         config.checkpoint.optimizer, partial(checkpoint_metadata, config), lower_is_better(config.eval.best),
         60.0 * config.parallel.timeout + COLLECTIVE_MARGIN_S,
         [*(record_file(config.folder, name) for name in RECORDS), config.folder / TRAINING_LOSSES],
@@ -266,16 +270,17 @@ def _open_saver(
     return saver
 
 
-def _intervals(config: Config, steps: int, last: int, has_initial_evaluation: bool) -> Intervals:
+def _intervals(config: Config, plan: Plan, last: int, has_initial_evaluation: bool) -> Intervals:
     return Intervals(
-        steps=steps,
+        steps=plan.last_step,
         last=last,
         evaluate_every=config.eval.every,
         evaluate_at_start=config.eval.at_start and not has_initial_evaluation,
-        save_every=_save_every(config.checkpoint, steps),
+        save_every=_save_every(config.checkpoint, len(plan)),
         save_epochs=config.checkpoint.epochs,
         save_evaluated=config.checkpoint.keep_best > 0,
-        first=config.train.start_step,
+        first=config.train.first_step,
+        offset=plan.step_offset,
     )
 
 
@@ -283,9 +288,9 @@ def _save_every(config: CheckpointConfig, steps: int) -> int | None:
     return config.every if config.every or config.minutes or config.epochs else max(1, steps // 10)
 
 
-def totals_before(loader: Loader, steps: int) -> RunTotals:
+def totals_before(loader: Loader, train: TrainConfig) -> RunTotals:
     """The totals of steps that count as done (train.start_step); nothing was computed for them."""
-    totals = [loader.totals(step) for step in range(steps)]
+    totals = [loader.totals(step) for step in range(train.step_offset, train.first_step)]
     return RunTotals(
         sum(each.conversations for each in totals),
         sum(each.tokens for each in totals),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Any
@@ -349,8 +349,10 @@ def make_plan(config: Config, data: RunData) -> Plan:
     _require_memory_for_plan(config, length, store.lengths[numbers], max(1, len(mixture)))
     common = (length, config.row_length, config.data.packing, config.data.bins, config.run.seed)
     if config.rows_per_step is None:
-        return plan_by_conversations(store.lengths, mixture, train.batch.conversations or 0, *common)
-    return plan_by_rows(store.lengths, mixture, config.rows_per_step, *common)
+        plan = plan_by_conversations(store.lengths, mixture, train.batch.conversations or 0, *common)
+    else:
+        plan = plan_by_rows(store.lengths, mixture, config.rows_per_step, *common)
+    return replace(plan, step_offset=train.step_offset)
 
 
 def describe_step(config: Config, plan: Plan) -> str:

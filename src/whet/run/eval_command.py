@@ -24,6 +24,7 @@ from whet.core.console import set_quiet, silence_libraries, warn
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
 from whet.core.files import user_path
+from whet.data.config import Source
 from whet.data.render.renderer import Renderer
 from whet.inference.comparison import results_from_json, results_to_json, summarize_scores
 from whet.inference.tasks.load_tasks import load_tasks
@@ -84,7 +85,7 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
     request = dataclasses.replace(request, reference=models[0], against=models[1])
     config = _evaluation_config(request)
     load_tasks(config.eval)  # reports errors before a model is loaded
-    ranks = init_distributed(share_gpu=config.launch.share_gpu)
+    ranks = init_distributed(share_gpu=config.launch.share_gpu, kind=config.run.device)
     if len(set(ranks.all_gather([models]))) > 1:
         raise WhetError(
             f"{' and '.join(filter(None, models))}: an alias moved while the processes started. Start again"
@@ -128,8 +129,11 @@ def _evaluation_config(request: EvaluationRequest) -> Config:
         keys = [f"model.path={json.dumps(request.reference)}", f"data.sources={json.dumps(sources)}"]
         return load_config(Config, None, [*keys, *request.config_overrides()])
     path, _ = run
-    data = [] if request.data is None else [f"data.validation={json.dumps({'sources': [{'path': request.data}]})}"]
-    config = read_run_config(path, [*request.config_overrides(), *data])
+    config = read_run_config(path, request.config_overrides())
+    if request.data is not None:
+        validation = {"sources": [{"path": request.data, **_common_format(config.data.sources, request.data)}]}
+        data = [f"data.validation={json.dumps(validation)}"]
+        config = read_run_config(path, [*data, *request.config_overrides()])
     recorded = read_config(path / "config.yaml", expand="set")
     unknown = [key for key, _, _ in changed_settings(path, recorded)]  # from variables that only training needs
     changed = [key for key, _, _ in changed_settings(path, config) if key not in unknown]
@@ -140,6 +144,18 @@ def _evaluation_config(request: EvaluationRequest) -> Config:
             "were trained on. It accepts eval.*, data.validation.sources and train.micro_rows"
         )
     return config
+
+
+def _common_format(sources: Sequence[Source], path: str) -> dict[str, Any]:
+    """How a run's training data is read, where all its sources agree: a file given to --data is read alike. The loss
+    mask of token files follows rules; all others have a format and names of fields."""
+    is_token_file = path.endswith((".bin", ".idx")) or user_path(f"{path}.bin").is_file()
+    found = {}
+    for key in ("mask",) if is_token_file else ("format", "fields"):
+        first, *others = (source.model_dump(mode="json")[key] for source in sources)
+        if first not in (None, "auto") and all(other == first for other in others):
+            found[key] = first
+    return found
 
 
 def _other_task_results(request: EvaluationRequest, config: Config, ranks: Ranks) -> list[TaskResult]:

@@ -54,7 +54,7 @@ def evaluate_validation(
         return ValidationResult({})
     plan = plan_single_step(
         data.validation.lengths, data.validation_documents, config.row_length, config.data.packing,
-        config.data.bins, config.eval.rows,
+        config.data.bins, config.validation_rows,
     )  # fmt: skip
     if root.unpacked:
         plan = plan.unpacked(data.validation.lengths)

@@ -13,6 +13,7 @@ from torch import Tensor
 from whet.checkpoint import directory
 from whet.checkpoint.load import CheckpointWeights, verify_checkpoint
 from whet.config import Config
+from whet.convert.neox_export import NeoXFormat
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, silence_libraries
 from whet.core.distributed import Ranks, init_distributed
@@ -43,6 +44,7 @@ from whet.training.precision import PrecisionPolicy, resolve_precision
 _PROBE_COUNT = 4  # conversations on which an export is compared with the trained model
 _CALIBRATION_TOKENS = 4_096
 KIND_ALIASES = {"hf": "merged"}
+EXPORT_FORMATS["neox"] = NeoXFormat()
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ def run_training(
                 write_run_inputs(folder, config, data)
             digests = store_digests(data) if world_size > 1 else {}
             PHASE.enter("joining the process group")
-            ranks = init_distributed(timeout_s + COLLECTIVE_MARGIN_S, config.launch.share_gpu)
+            ranks = init_distributed(timeout_s + COLLECTIVE_MARGIN_S, config.launch.share_gpu, config.run.device)
             with process_group(ranks):
                 hang_detector.start()
                 if folder is None:
@@ -135,7 +135,7 @@ def advise_on_out_of_memory() -> Iterator[None]:
 def _finish(run: Run, data: RunData, folder: RunFolder) -> None:
     """Export the trained model, unless --until paused the run; the best one if eval.patience ended it."""
     folder.require_present()
-    steps, kind = len(run.plan), run.config.export.at_end
+    steps, kind = run.plan.last_step, run.config.export.at_end
     ends_early = run.ends_early()
     if run.intervals.last < steps and not ends_early:
         info(f"paused after step {run.intervals.last} of {steps} (--until); --resume continues")

@@ -229,7 +229,7 @@ class BackgroundModelLoader:
     def _load(self) -> None:
         try:
             with fork_lock:
-                device = get_local_device(self._config.launch.share_gpu)
+                device = get_local_device(self._config.launch.share_gpu, self._config.run.device)
                 precision = resolve_precision(self._config, device)
                 if should_compile(self._config.model.compile, device, precision.compute):
                     import_inductor()

@@ -91,7 +91,8 @@ class RunMonitor:
         """Predict the whole run from its first steps, while it has most of them before it."""
         lines = read_json_lines(self._run / "metrics.jsonl")[0] if (self._run / "metrics.jsonl").is_file() else []
         times = [line["step_s"] for line in lines if line.get("tokens_per_s") and type(line.get("step_s")) is float]
-        steps = read_status(self._run).get("steps") or 0
+        status = read_status(self._run)
+        steps = (status.get("steps") or 0) - (status.get("step_offset") or 0)
         if len(times) < _STEPS_TO_PREDICT or len(times) > steps / 2:
             return False
         startup = next((line["time"] for line in lines if "loss" in line), 0.0) - float(self._session["started"] or 0)

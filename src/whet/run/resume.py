@@ -94,8 +94,8 @@ def _describe_change(key: str, old: Any, new: Any) -> str:
 
 
 _CHANGEABLE_ON_RESUME = (
-    "run.name", "run.dir", "run.project", "run.tags", "run.notify", "run.price", "eval.", "checkpoint.", "export.",
-    "track.", "profile.",
+    "run.name", "run.dir", "run.project", "run.tags", "run.notify", "run.price", "run.device", "eval.", "checkpoint.",
+    "export.", "track.", "profile.",
     "parallel.", "launch.", "search.",
     "train.micro_rows", "train.on_nonfinite", "train.on_spike", "model.attention", "model.compile",
 )  # fmt: skip

@@ -111,10 +111,10 @@ def step_conversations(run: Path, step: int, max_replay_s: float = MAX_REPLAY_S)
         raise WhetError("whet inspect runs in one process: start it without torchrun")
     config = _for_one_process(read_run_config(run))
     lines = _step_lines(run)
-    start = choose_start(run, step, config.train.start_step, lines, max_replay_s)  # before anything is loaded
+    start = choose_start(run, step, config.train.first_step, lines, max_replay_s)  # before anything is loaded
     silence_libraries()
     set_deterministic(config)
-    ranks = init_distributed()
+    ranks = init_distributed(kind=config.run.device)
     _require_free_memory(run, lines, ranks.device)
     with advise_on_out_of_memory():
         replay = Replay(config, ranks)
@@ -122,7 +122,7 @@ def step_conversations(run: Path, step: int, max_replay_s: float = MAX_REPLAY_S)
             damaged: list[int] = []
             while not replay.restore(start.weights, with_optimizer=start.replayed > 0):
                 damaged.append(start.weights)
-                start = choose_start(run, step, config.train.start_step, lines, max_replay_s, damaged)
+                start = choose_start(run, step, config.train.first_step, lines, max_replay_s, damaged)
             weights = start.weights + start.replayed
             if start.replayed:
                 replay.train(start.weights, start.replayed, lines)
@@ -216,7 +216,7 @@ class Replay:
             self._plan = self._plan.unpacked(self.store.lengths)
         self.loader: Loader = make_loader(self._config, self.store, self._plan, ranks, self._root)
         self._optimizer: torch.optim.Optimizer | None = None
-        self._totals = totals_before(self.loader, config.train.start_step)
+        self._totals = totals_before(self.loader, config.train)
         self._loss_scale = 1.0
 
     def restore(self, step: int, with_optimizer: bool) -> bool:
@@ -225,7 +225,7 @@ class Replay:
         if with_optimizer and self._optimizer is None:
             self._config, self._optimizer = build_run_optimizer(self._config, self._root, self._ranks)
         checkpoint = self._config.folder / "checkpoints" / directory.checkpoint_name(step)
-        if step == self._config.train.start_step and not checkpoint.exists():
+        if step == self._config.train.first_step and not checkpoint.exists():
             return True
         optimizer = self._optimizer if with_optimizer else None
         try:

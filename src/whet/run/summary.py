@@ -33,8 +33,8 @@ def describe_run(run: Run) -> dict[str, Any]:
     config, plan, device = run.config, run.plan, run.ranks.device
     parameters = list(run.model.parameters())
     return {
-        "steps": len(plan),
-        "start_step": config.train.start_step,
+        "steps": plan.last_step,
+        "start_step": config.train.first_step,
         "rows": len(plan.rows) - 1,
         "conversations": len(plan.documents),
         "conversations_per_epoch": plan.stats.per_epoch,

@@ -37,8 +37,12 @@ class State:
 def silence_limit(status: Mapping[str, Any], longest_gap_s: float) -> float:
     """How old a heartbeat may be. One is written with each step, and when an evaluation or a checkpoint begins, which
     take longer. Before the first step, the model is compiled; after the last one, it is exported."""
-    step, steps = status.get("step"), status.get("steps")
-    if not step or (steps and step >= steps) or status.get("phase") in ("evaluating", "saving a checkpoint"):
+    step, steps = status.get("step") or 0, status.get("steps")
+    if (
+        step <= (status.get("step_offset") or 0)
+        or (steps and step >= steps)
+        or status.get("phase") in ("evaluating", "saving a checkpoint")
+    ):
         return max(_LONG_SILENCE_S, 3 * longest_gap_s)
     return max(_SILENCE_S, 3 * longest_gap_s)
 

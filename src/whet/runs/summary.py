@@ -56,6 +56,14 @@ class RunSummary:
         return self.facts.status.get("steps")
 
     @property
+    def progress(self) -> float | None:
+        """The share of its steps that the run has finished; None if it is not known."""
+        offset = self.facts.status.get("step_offset") or 0
+        if self.step is None or self.steps is None or self.steps <= offset:
+            return None
+        return (self.step - offset) / (self.steps - offset)
+
+    @property
     def host(self) -> str | None:
         """Of the process that worked on it last."""
         return self.owner.host if self.owner is not None else self.facts.status.get("host")
@@ -71,7 +79,8 @@ class RunSummary:
         facts = self.facts
         return {
             "name": self.name, "folder": str(self.folder), "project": facts.project, "state": self.state.name,
-            "note": self.state.note, "step": self.step, "steps": self.steps, "loss": facts.loss, "best": facts.best,
+            "note": self.state.note, "step": self.step, "steps": self.steps, "progress": self.progress,
+            "loss": facts.loss, "best": facts.best,
             "best_metric": facts.best_metric, "tokens_per_s": facts.tokens_per_s,
             "tokens": facts.tokens, "device_hours": facts.device_hours, "tags": list(facts.tags),
             "started": facts.status.get("started"), "heartbeat": facts.status.get("heartbeat"),

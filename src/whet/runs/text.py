@@ -115,4 +115,4 @@ def format_run(run: RunSummary, view: RunView | None) -> list[str]:
 def _progress(run: RunSummary) -> str | None:
     if run.step is None:
         return None
-    return f"step {run.step:,}" + (f" of {run.steps:,} ({run.step / run.steps:.0%})" if run.steps else "")
+    return f"step {run.step:,}" + (f" of {run.steps:,} ({run.progress:.0%})" if run.progress is not None else "")

@@ -83,7 +83,7 @@ def _probe_config(config: Config) -> Config:
     """Without what a probe does not need."""
     changed = {
         "eval": config.eval.model_copy(update={"tasks": [], "every": None, "best": "val_loss"}),
-        "checkpoint": config.checkpoint.model_copy(update={"keep_best": 0}),
+        "checkpoint": config.checkpoint.model_copy(update={"keep_best": 0, "optimizer": "newest"}),
         "export": config.export.model_copy(update={"at_end": "none"}),
         "track": [],
         "profile": None,
@@ -100,7 +100,7 @@ def _is_other_search(config: Config) -> bool:
 
 def _probe(run: Run, limits: tuple[float, float] | None) -> None:
     """Measure and propose; in place of training."""
-    steps = len(run.plan) - run.step
+    steps = run.plan.last_step - run.step
     if steps < MIN_STEPS:
         raise WhetError(
             f"train.steps: the run has {steps} steps, too few for --lr: a probe takes 1/14 of them. Make it at "

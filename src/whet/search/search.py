@@ -123,8 +123,11 @@ def _require_searchable(space: Space, config: Config, settings: SearchConfig) ->
             )
         if parameter.path[0] in ("run", "launch", "export", "track", "profile") and parameter.name != "run.seed":
             raise WhetError(f"{parameter.place}: {parameter.name}: does not change what is trained. Give one value")
-    if config.train.start_step:
-        raise WhetError(f"train.start_step: {config.train.start_step}: trials begin at step 0. Remove it")
+    for key in ("start_step", "step_offset"):
+        if given := getattr(config.train, key):
+            raise WhetError(f"train.{key}: {given}: trials begin at step 0. Remove it")
+    if config.checkpoint.optimizer == "none":
+        raise WhetError("checkpoint.optimizer: none: promoted trials continue from their checkpoints. Remove it")
 
 
 def preview(plan: SearchPlan) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +51,8 @@ def to_fast_tokenizer(path: Path, turns: TurnMarkers | None) -> PreTrainedTokeni
 
     model = read_sentencepiece_model(path)
     _refuse_unsupported(model)
-    marks = turns.by_role if turns else {}
-    ids = {_marker_id(model, role, mark): mark.text for role, mark in marks.items()}
+    turns = None if turns is None else _resolve_markers(model, turns)
+    ids = {mark.id: mark.text for mark in turns.by_role.values() if mark.id is not None} if turns else {}
     names = _vocabulary_names(model, ids)
     backend = build_backend(model, names)
     specials = [AddedToken(names[number], special=True, normalized=False) for number in (model.eod_id, *ids)]
@@ -85,6 +86,17 @@ def _refuse_unsupported(model: SentencePieceModel) -> None:
             f"{model.path}: no fast tokenizer gives the same ids as this model: {reason}. To train with ids that "
             "differ a little, convert it yourself and give the folder with the tokenizer.json: model.tokenizer=FOLDER"
         )
+
+
+def _resolve_markers(model: SentencePieceModel, turns: TurnMarkers) -> TurnMarkers:
+    """The markers with their ids. One whose piece is user-defined takes the piece's text: text becomes that piece, in
+    SentencePiece too."""
+    found = {}
+    for role, mark in turns.by_role.items():
+        number = _marker_id(model, role, mark)
+        piece = model.pieces[number]
+        found[role] = TurnMarker(piece.text if piece.kind == USER_DEFINED else mark.text, number)
+    return replace(turns, by_role=found)
 
 
 def _marker_id(model: SentencePieceModel, role: str, mark: TurnMarker) -> int:

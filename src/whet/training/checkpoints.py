@@ -116,7 +116,7 @@ def restore_newest_checkpoint(
     """Load the newest complete checkpoint, if there is one."""
     manifest = _load_newest_complete(config.folder / "checkpoints", model, optimizer, ranks)
     if manifest is None:
-        first = config.train.start_step
+        first = config.train.first_step
         found = dict(ranks.all_gather([*initial_evaluation(config.folder, first).items()] if ranks.is_main else []))
         return Restored(first, RunTotals(), Guard().state(), {}, found, has_initial_evaluation=bool(found))
     require_same_base(config, manifest, ranks)
@@ -160,8 +160,8 @@ def _load_newest_complete(
     steps = ranks.all_gather(directory.resumable_steps(folder) if ranks.is_main else [])
     if saved and not steps:
         raise WhetError(
-            f"{folder}: none of these checkpoints has the optimizer's state (checkpoint.optimizer: newest), so the run "
-            f"cannot go on. Start a new one from its weights: model.path={folder.parent}"
+            f"{folder}: none of these checkpoints has the optimizer's state (checkpoint.optimizer), so the run "
+            f"cannot be resumed. Start a new one from its weights: model.path={folder.parent}"
         )
     while steps:
         step = steps.pop()

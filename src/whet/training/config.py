@@ -54,6 +54,7 @@ class OptimizerConfig(Section):
     scalar_lr: float | None = Field(
         default=None, gt=0, description="Learning rate of vectors and scalars; default: lr."
     )
+    scale: float = Field(default=1.0, gt=0, description="Multiplies the learning rate of every group.")
     betas: Annotated[tuple[_Beta, _Beta], Field(strict=False)] = Field(
         default=(0.9, 0.95), description="AdamW's decay rates of the moving averages of gradients and their squares."
     )
@@ -146,6 +147,14 @@ class TrainConfig(Section):
         description="Start after this many steps of the plan as if they were done: their conversations are skipped, "
         "schedule and counts continue from there. For weights already trained on them (model.path: RUN).",
     )
+    step_offset: int = Field(
+        default=0,
+        ge=0,
+        le=10**9,
+        description="Added to the number of every step in metrics, logs, trackers and checkpoint names, so that a "
+        "fine-tune counts on from the checkpoint that it starts from: after 423858, its first step is 423859. Data, "
+        "schedule and all settings in steps begin at 0 as without it.",
+    )
     row_length: int | None = Field(default=None, ge=2, description="Tokens per packed row; default: data.max_length.")
     micro_rows: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
@@ -184,6 +193,11 @@ class TrainConfig(Section):
         default=1.0, gt=0, description="Maximum gradient norm; larger gradients are scaled down to it."
     )
     deterministic: bool = Field(default=False, description="Bit-identical repetition on GPUs, at some cost in speed.")
+
+    @property
+    def first_step(self) -> int:
+        """The number of the last step that counts as done when the run starts."""
+        return self.step_offset + self.start_step
 
     @property
     def least_micro_rows(self) -> int:

@@ -47,7 +47,7 @@ def handle_fault(run: Run, result: StepResult, verdict: Verdict) -> Verdict:
         write_fault_batch(file, fault_batch(run, result, verdict, diagnosis))
     run.output.write_event(event)
     is_saved = run.step in saved_steps(run)
-    if verdict.action == "stop" and run.step > 0 and not is_saved and not diagnosis.nonfinite_weights:
+    if verdict.action == "stop" and run.step > run.intervals.first and not is_saved and not diagnosis.nonfinite_weights:
         save_checkpoint(run)
         wait_for_save(run)
     message = fault_message(event)
@@ -97,7 +97,7 @@ def fault_batch(run: Run, result: StepResult, verdict: Verdict, diagnosis: Diagn
         "limit": None if verdict.limit is None else finite_or_none(verdict.limit),
         "loss": finite_or_none(result.loss),
         "grad_norm": finite_or_none(result.grad_norm),
-        "checkpoint": f"step-{run.step:06d}" if run.step > 0 else None,
+        "checkpoint": f"step-{run.step:06d}" if run.step > run.intervals.first else None,
         "seed": config.run.seed,
         "precision": run.precision.name,
         "loss_scale": run.loss_scaler.value,

@@ -88,7 +88,7 @@ class Overlap:
             and not run.intervals.evaluates_after(done)
             and not run.intervals.saves_after(done, run.epochs(run.totals), run.epochs(totals))
             and not run.guard.excludes(done + 1)
-            and not run.profiler.starts_or_stops_after(done)
+            and not run.profiler.starts_or_stops_after(done - run.intervals.offset)
         )
         if not (self._is_enabled and follows_at_once):
             return

@@ -103,11 +103,12 @@ class Run:
 
     def _scheduled_scores(self) -> dict[int, float]:
         """eval.best by step, without the additional evaluation where --until paused the run."""
-        metric, every, first = self.config.eval.best, self.config.eval.every or 1, self.intervals.first
+        metric, intervals = self.config.eval.best, self.intervals
+        every = self.config.eval.every or 1
         return {
             step: results[metric]
             for step, results in self.evaluations.items()
-            if metric in results and (step == first or step % every == 0)
+            if metric in results and (step == intervals.first or (step - intervals.offset) % every == 0)
         }
 
 
@@ -116,7 +117,7 @@ class Intervals:
     """When a run evaluates and saves, in finished steps."""
 
     steps: int
-    """Of the whole run; the schedule depends on it."""
+    """The last step of the whole run."""
     last: int
     """The last step of this process: that of the run, or --until."""
     evaluate_every: int | None
@@ -126,7 +127,9 @@ class Intervals:
     save_evaluated: bool = False
     """Save at every evaluation, so that the best checkpoint can be kept."""
     first: int = 0
-    """The step after which the run starts (train.start_step)."""
+    """The step after which the run starts (train.start_step, train.step_offset)."""
+    offset: int = 0
+    """train.step_offset: intervals count from here."""
 
     def evaluates_before_step(self, start: int) -> bool:
         """Whether to evaluate before training starts or resumes after `start` steps. A checkpoint is saved before its
@@ -134,14 +137,14 @@ class Intervals:
         return self.evaluate_at_start if start == self.first else self.evaluates_after(start)
 
     def evaluates_after(self, step: int) -> bool:
-        return step == self.last or bool(self.evaluate_every and step % self.evaluate_every == 0)
+        return step == self.last or bool(self.evaluate_every and (step - self.offset) % self.evaluate_every == 0)
 
     def saves_after(self, step: int, epochs_before: float = 0.0, epochs_after: float = 0.0) -> bool:
         """`epochs_before`, `epochs_after`: epochs finished before this step and after it."""
         saved_epochs = self.save_epochs or math.inf
         return (
             step == self.last
-            or bool(self.save_every and step % self.save_every == 0)
+            or bool(self.save_every and (step - self.offset) % self.save_every == 0)
             or math.floor(epochs_before / saved_epochs) < math.floor(epochs_after / saved_epochs)
             or (self.save_evaluated and self.evaluates_after(step))
         )

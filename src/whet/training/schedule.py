@@ -35,7 +35,7 @@ def step_lr_factor(plan: Plan, schedule: ScheduleConfig, step: int, before: RunT
     `after`."""
     at, then = (
         Position(number, totals.conversations / plan.stats.per_epoch, totals.conversations, totals.tokens)
-        for number, totals in ((step, before), (step + 1, after))
+        for number, totals in ((step - plan.step_offset, before), (step - plan.step_offset + 1, after))
     )
     end = end_position(plan).in_units_of(schedule)
     return lr_factor(at.in_units_of(schedule), then.in_units_of(schedule), end, schedule)

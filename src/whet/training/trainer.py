@@ -46,7 +46,7 @@ def train(run: Run) -> None:
         with collect_stop_signals(signals, _announce_stop), training_progress(run.intervals.steps, run.step) as bar:
             while run.step < run.intervals.last:
                 number, epochs_before = run.step + 1, run.epochs(run.totals)
-                with run.profiler.step(number):
+                with run.profiler.step(number - run.intervals.offset):
                     if run.guard.excludes(number):
                         line, stop, save = exclude_step(run), False, False
                     else:
@@ -84,10 +84,10 @@ def train(run: Run) -> None:
                     save_checkpoint(run)
                 if stop:
                     wait_for_save(run)
-                    raise StoppedError(
-                        f"stopped after step {run.step} of {run.intervals.steps}; a checkpoint is saved. Start it "
-                        "again to continue (whet train: with --resume)"
-                    )
+                    saved = "a checkpoint is saved. Start it again to continue (whet train: with --resume)"
+                    if run.config.checkpoint.optimizer == "none":
+                        saved = "its weights are saved, without the optimizer's state (checkpoint.optimizer: none)"
+                    raise StoppedError(f"stopped after step {run.step} of {run.intervals.steps}; {saved}")
                 if run.intervals.evaluates_after(run.step):
                     evaluate(run)
                     if run.ends_early():

@@ -61,6 +61,17 @@ def test_every_integer_dtype_is_read(tmp_path: Path, code: int) -> None:
     assert file.loss(0).tolist() == found[0].loss.tolist()
 
 
+def test_a_source_may_be_named_without_the_suffix(tmp_path: Path) -> None:
+    """As in GPT-NeoX's train_data_paths; errors and the ledger name the file itself."""
+    path = write_file(tmp_path / "data.v1_text_document", [7, 5, 7, 8, 6, 8], [6], [0], [0, 1])
+    (document,) = [each for _, each in enumerate(read_source(Source(path=str(path))))]
+    assert document.ids.tolist() == [7, 5, 7, 8, 6, 8]
+    assert str(document.origin) == f"{path}.bin:1"
+    Path(f"{path}.idx").unlink()
+    with pytest.raises(WhetError, match=r"data\.v1_text_document\.idx"):
+        list(read_source(Source(path=str(path))))
+
+
 def test_the_path_may_have_either_suffix_or_none_and_dots(tmp_path: Path) -> None:
     path = write_file(tmp_path / "data.v1_text", [5, 6], [2], [0], [0, 1])
     for name in ("data.v1_text", "data.v1_text.bin", "data.v1_text.idx"):

@@ -145,7 +145,11 @@ def put_experiment(draft: Draft) -> None:
     if (latest := draft.integer("checkpoint_storage.save_trial_latest")) and latest > 0:
         draft.put("checkpoint.keep_last", latest, "checkpoint_storage.save_trial_latest")
     for key in ("checkpoint_storage.save_trial_best", "checkpoint_storage.save_experiment_best"):
-        if draft.has(key) and not is_off(draft.raw(key)):
+        if not draft.has(key) or is_off(draft.raw(key)):
+            continue
+        if draft.has("do_eval") or draft.has("validation_file"):
+            draft.put("checkpoint.keep_best", draft.integer(key), key)
+        else:
             draft.note("different", key, "checkpoint.keep_best keeps the best; it needs eval.every and data.validation")
     if (seed := draft.integer("reproducibility.experiment_seed")) is not None and not draft.has("seed"):
         draft.put("run.seed", seed, "reproducibility.experiment_seed")

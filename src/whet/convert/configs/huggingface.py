@@ -28,10 +28,10 @@ ROWS: Rows = {
         "lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio optim optim_args adam_beta1 adam_beta2 "
         "adam_epsilon weight_decay max_grad_norm bf16 fp16 gradient_checkpointing torch_compile save_strategy "
         "save_steps save_total_limit eval_strategy eval_steps eval_on_start load_best_model_at_end deepspeed fsdp "
-        "fsdp_config report_to output_dir resume_from_checkpoint save_only_model"
+        "fsdp_config report_to output_dir resume_from_checkpoint save_only_model use_cpu use_mps_device"
     ),
     **same_as(
-        evaluation_strategy="eval_strategy", per_gpu_train_batch_size="per_device_train_batch_size",
+        evaluation_strategy="eval_strategy", per_gpu_train_batch_size="per_device_train_batch_size", no_cuda="use_cpu",
     ),
     **copied("integer", seed="run.seed"),
     **copied("text", run_name="run.name"),
@@ -58,7 +58,7 @@ ROWS: Rows = {
                  "use_cache torch_empty_cache_steps torch_compile_backend torch_compile_mode "
                  "gradient_checkpointing_kwargs ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
                  "ddp_static_graph ddp_backend ddp_timeout accelerator_config parallelism_config bf16_full_eval "
-                 "fp16_full_eval local_rank skip_memory_metrics debug use_cpu no_cuda use_mps_device jit_mode_eval "
+                 "fp16_full_eval local_rank skip_memory_metrics debug jit_mode_eval "
                  "use_ipex eval_do_concat_batches eval_use_gather_object batch_eval_metrics per_gpu_eval_batch_size "
                  "fp16_opt_level fp16_backend half_precision_backend torchdynamo tpu_num_cores tpu_metrics_debug "
                  "past_index mp_parameters sortish_sampler low_cpu_mem_usage use_fast_tokenizer"),
@@ -116,6 +116,9 @@ def put_output(draft: Draft) -> None:
             "no equivalent", "resume_from_checkpoint",
             "whet resumes its own runs (`whet train --resume`); weights of other programs go into model.path",
         )  # fmt: skip
+    for key, device in (("use_mps_device", "mps"), ("use_cpu", "cpu")):
+        if draft.flag(key):
+            draft.put("run.device", device, key)
     if draft.flag("save_only_model"):
         draft.put("checkpoint.optimizer", "newest", "save_only_model", why="the newest two can still be resumed")
 

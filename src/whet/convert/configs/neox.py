@@ -21,14 +21,14 @@ _ROWS: Rows = {
         "min_lr lr_decay_style lr_decay_iters lr_decay_fraction warmup gradient_clipping clip_grad zero_stage "
         "pack_impl seq_length train_data_paths valid_data_paths test_data_paths train_data_weights valid_data_weights "
         "data_path split loss_mask_pairs loss_mask_individual loss_mask_alternating_individual eod_mask_loss "
-        "train_label_data_paths valid_label_data_paths test_label_data_paths finetune load iteration_offset vocab_file "
+        "train_label_data_paths valid_label_data_paths test_label_data_paths finetune load no_save_optim vocab_file "
         "checkpoint_factor checkpoint_scale keep_last_n_checkpoints eval_interval checkpoint_activations train_impl "
         "dataset_impl scheduler soft_prompt_tuning checkpoint_in_cpu use_bnb_optimizer"
     ),
     **not_needed("enabled counts", "fp16.fp16 fp16.type bf16.bf16 bf16.loss_scale bf16.loss_scale_window "
                  "bf16.initial_scale_power bf16.hysteresis bf16.min_loss_scale"),
     **same_as(batch_size="train_micro_batch_size_per_gpu"),
-    **copied("integer", seed="run.seed"),
+    **copied("integer", seed="run.seed", iteration_offset="train.step_offset"),
     **copied("text", save="run.dir"),
     **copied("number", z_loss="train.z_loss"),
     **no_equivalent("remote checkpoint storage: whet keeps checkpoints in the run folder", "s3_path s3_chunk_size"),
@@ -93,7 +93,7 @@ _ROWS: Rows = {
                  "detect_nvlink_pairs autotuning_run no_ssh_check comment account deepspeed_extra_args config_files"),
     **not_needed("whet does it always, or finds it out", "eval_iters tokenizer_type allow_chopped is_pipe_parallel "
                  "optimizer_type iteration batch_iteration_offset do_train do_valid do_test short_seq_prob onnx_safe "
-                 "no_save_optim no_save_rng no_load_optim no_load_rng override_lr_scheduler "
+                 "no_save_rng no_load_optim no_load_rng override_lr_scheduler "
                  "use_checkpoint_lr_scheduler checkpoint_validation_with_forward_pass"),
 }  # fmt: skip
 
@@ -168,8 +168,6 @@ def put_training(draft: Draft) -> None:
         draft.put("train.steps", steps, "train_iters")
     elif draft.has("train_epochs"):
         draft.put("train.epochs", draft.number("train_epochs"), "train_epochs")
-    if draft.has("iteration_offset"):
-        draft.note("different", "iteration_offset", "renumbers the steps of a fine-tuning run; whet counts from 1")
     _put_optimizer(draft)
     _put_schedule(draft, steps)
     _put_precision(draft)
@@ -182,6 +180,8 @@ def put_training(draft: Draft) -> None:
         draft.note("no equivalent", "checkpoint_scale", "growing intervals; checkpoint.every is constant")
     if (kept := draft.integer("keep_last_n_checkpoints")) is not None and kept > 0:
         draft.put("checkpoint.keep_last", kept, "keep_last_n_checkpoints")
+    if draft.flag("no_save_optim"):
+        draft.put("checkpoint.optimizer", "none", "no_save_optim")
     if draft.integer("eval_interval"):
         draft.put("eval.every", draft.integer("eval_interval"), "eval_interval")
 
@@ -254,20 +254,20 @@ _PACKING = {"packed": "best-fit", "pack_until_overflow": "best-fit", "unpacked":
 
 
 def put_data(draft: Draft) -> None:
-    """.bin files with their mask; NeoX's names have no extension."""
+    """.bin files with their mask, named without the suffix as NeoX does."""
     for key, weights, to in (
         ("train_data_paths", "train_data_weights", "data.sources"),
         ("valid_data_paths", "valid_data_weights", "data.validation.sources"),
     ):
         shares = draft.raw(weights) or []
         for number, prefix in enumerate(draft.texts(key)):
-            draft.put(f"{to}.{number}.path", f"{prefix.removesuffix('.bin')}.bin", key)
+            draft.put(f"{to}.{number}.path", prefix.removesuffix(".bin"), key)
             draft.put(f"{to}.{number}.format", "tokens", key)
             _put_mask(draft, f"{to}.{number}.mask")
             if isinstance(shares, list) and len(shares) == len(draft.texts(key)) and len(shares) > 1:
                 draft.put(f"{to}.{number}.weight", shares[number], weights)
     if not draft.has("train_data_paths") and draft.has("data_path"):
-        draft.put("data.sources.0.path", f"{(draft.text('data_path') or '').removesuffix('.bin')}.bin", "data_path")
+        draft.put("data.sources.0.path", (draft.text("data_path") or "").removesuffix(".bin"), "data_path")
         draft.put("data.sources.0.format", "tokens", "data_path")
         _put_mask(draft, "data.sources.0.mask")
         _put_split(draft)

@@ -7,7 +7,7 @@ seek.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,10 +47,17 @@ class Plan:
     rows: NDArray[np.integer]
     steps: NDArray[np.integer]
     stats: PlanStats
+    step_offset: int = 0
+    """train.step_offset: the methods below take step numbers from here on, instead of from 0."""
 
     def __len__(self) -> int:
         """The number of steps."""
         return len(self.steps) - 1
+
+    @property
+    def last_step(self) -> int:
+        """The number of finished steps at the end."""
+        return self.step_offset + len(self)
 
     @property
     def mean_step_tokens(self) -> float:
@@ -59,16 +66,17 @@ class Plan:
 
     def row_count(self, step: int) -> int:
         """The number of rows of a step."""
-        return int(self.steps[step + 1] - self.steps[step])
+        return int(np.diff(self._row_range(step))[0])
 
     def row(self, step: int, number: int) -> NDArray[np.integer]:
         """The documents of one row of a step; both from 0."""
-        row = self.steps[step] + number
+        row = self._row_range(step)[0] + number
         return self.documents[self.rows[row] : self.rows[row + 1]]
 
     def places(self, step: int, number: int) -> NDArray[np.int64]:
         """Where the documents of that row are in `documents_of(step)`."""
-        row, first = self.steps[step] + number, int(self.rows[self.steps[step]])
+        start = self._row_range(step)[0]
+        row, first = start + number, int(self.rows[start])
         return np.arange(int(self.rows[row]) - first, int(self.rows[row + 1]) - first)
 
     def rows_of(self, step: int) -> list[NDArray[np.integer]]:
@@ -76,23 +84,30 @@ class Plan:
         return [self.row(step, number) for number in range(self.row_count(step))]
 
     def documents_of(self, step: int) -> NDArray[np.integer]:
-        return self.documents[self.rows[self.steps[step]] : self.rows[self.steps[step + 1]]]
+        start, end = self._row_range(step)
+        return self.documents[self.rows[start] : self.rows[end]]
+
+    def _row_range(self, step: int) -> NDArray[np.integer]:
+        index = step - self.step_offset
+        return self.steps[index : index + 2]
 
     def unpacked(self, lengths: NDArray[np.integer]) -> Plan:
         """The same steps with one document a row, for models that cannot keep packed documents apart."""
         single = np.arange(len(self.documents) + 1, dtype=self.rows.dtype)
-        return _build_plan(lengths, self.documents, single, None, self.rows[self.steps], self.stats.per_epoch)
+        plan = _build_plan(lengths, self.documents, single, None, self.rows[self.steps], self.stats.per_epoch)
+        return replace(plan, step_offset=self.step_offset)
 
     def save(self, folder: Path) -> None:
-        """The three arrays; sizes.json has the totals and the checksums of all."""
+        """The three arrays; sizes.json has the totals, the step offset, and the checksums of all."""
         files = [folder / f"{name}.npy" for name in _ARRAYS]
         for name, file in zip(_ARRAYS, files, strict=True):
             np.save(file, getattr(self, name))
-        write_hashed_json(folder / "sizes.json", {**asdict(self.stats), "checksums": hash_files(folder, files)})
+        sizes = {**asdict(self.stats), "step_offset": self.step_offset, "checksums": hash_files(folder, files)}
+        write_hashed_json(folder / "sizes.json", sizes)
 
     @classmethod
     def load(cls, folder: Path) -> Plan:
-        """Load a saved plan, memory-mapped, if its files are intact; earlier versions saved no checksums."""
+        """Load a saved plan, memory-mapped, if its files are intact; old versions saved no checksums and no offset."""
         remedy = f"The plan is damaged: delete the folder {folder}; --resume then computes it again"
         sizes = read_hashed_json(folder / "sizes.json", remedy)
         damage = find_damage(folder, sizes.pop("checksums", {}))
@@ -103,7 +118,8 @@ class Plan:
             if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in arrays):
                 raise ValueError("not lists of integers")
             documents, rows, steps = arrays
-            return cls(documents, rows, steps, PlanStats(**sizes))
+            offset = sizes.pop("step_offset", 0)
+            return cls(documents, rows, steps, PlanStats(**sizes), offset)
         except Exception as error:  # a damaged header can raise almost anything
             raise os_error(error, "opening the plan", folder) or WhetError(
                 f"{folder}: {first_line(error)}. {remedy}"

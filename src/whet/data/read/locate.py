@@ -61,7 +61,10 @@ def _locate_files(source: Source) -> list[tuple[str, Path]]:
     if source.path == "-":
         return [("stdin", spool_stdin())]
     path = user_path(source.path)
-    if not path.exists():
+    tokens = Path(f"{path}.bin")
+    if not path.exists() and tokens.is_file():  # GPT-NeoX and Megatron name token files without the suffix
+        files = [(f"{source.path}.bin", tokens)]
+    elif not path.exists():
         is_glob = glob.has_magic(source.path)
         names = sorted(glob.glob(str(path), recursive=True)) if is_glob else []  # noqa: PTH207
         if not names:

@@ -40,7 +40,7 @@ def build_param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[s
         key, rate = given[name]
         if parameters:
             decay = 0.0 if name == "scalars" else config.weight_decay
-            highest = config.lr if rate is None else rate
+            highest = config.scale * (config.lr if rate is None else rate)
             rule = {"name": name, "highest": highest, "weight_decay": decay}
             groups.extend({"params": alike, **rule} for alike in _group_by_mesh(parameters))
         elif rate is not None:
@@ -102,7 +102,7 @@ def build_optimizer(
     `offloaded`: allocate the states in host memory; the device may have no room for all of them.
     """
     groups = build_param_groups(model, config)
-    adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    adamw: dict[str, Any] = {"lr": config.scale * config.lr, "betas": config.betas, "eps": config.eps}
     if config.name == "muon":
         return Muon(
             groups, momentum=config.momentum, momentum_start=config.momentum_start,

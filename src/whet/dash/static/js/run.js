@@ -77,8 +77,8 @@ function drawHeader(header, name, summary, details) {
   stop.addEventListener("click", act("stop", stop));
   resume.addEventListener("click", act("resume", resume));
   const link = name.split("/").map(encodeURIComponent).join("/");
-  const left = summary.state === "running" && summary.steps && summary.tokens && summary.tokens_per_s
-    ? ((summary.steps - summary.step) / summary.step) * (summary.tokens / summary.tokens_per_s) : null;
+  const left = summary.state === "running" && summary.progress && summary.tokens && summary.tokens_per_s
+    ? (1 / summary.progress - 1) * (summary.tokens / summary.tokens_per_s) : null;
   replace(header,
     h("div", { class: "title" }, h("h1", {}, name), stateBadge(summary.state), progressBar(summary),
       h("div", { class: "actions" },

@@ -8,7 +8,7 @@ const MAX_ROWS = 500;
 const COLUMNS = [
   { id: "name", title: "run", sort: (run) => run.name },
   { id: "state", title: "state", sort: (run) => run.state },
-  { id: "progress", title: "progress", sort: (run) => (run.steps ? run.step / run.steps : -1) },
+  { id: "progress", title: "progress", sort: (run) => run.progress ?? -1 },
   { id: "loss", title: "loss", sort: (run) => run.loss ?? Infinity },
   { id: "best", title: "best", sort: (run) => run.best ?? Infinity },
   { id: "tokens", title: "tokens", sort: (run) => run.tokens ?? -1 },
@@ -23,7 +23,7 @@ export const stateBadge = (state) => h("span", { class: `state ${state}` }, stat
 export function progressBar(run) {
   if (run.step === null) return "–";
   const text = run.steps ? `${format.count(run.step)} of ${format.count(run.steps)}` : format.count(run.step);
-  const done = run.steps ? Math.min(1, run.step / run.steps) : 0;
+  const done = Math.min(1, run.progress ?? 0);
   return h("div", { class: "progress" },
     h("progress", { max: 1, value: done, "aria-label": `${text} steps` }), h("span", {}, text));
 }
