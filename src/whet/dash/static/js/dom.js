@@ -26,14 +26,16 @@ export const section = (title, note, ...content) =>
   h("section", { id: title.toLowerCase().replaceAll(/[^a-z]+/g, "-") },
     h("h2", {}, title), note ? h("p", { class: "note" }, note) : null, content);
 
-// rows: arrays of cells; a cell is text, a number or an element
-export const table = (head, rows, attributes) =>
-  h("table", attributes,
+// rows: arrays of cells, or elements; a cell is text, a number or an element
+export const table = (head, rows, attributes) => {
+  const titles = head.map((title) => (typeof title === "string" ? title : title.textContent));
+  return h("table", attributes,
     h("thead", {}, h("tr", {}, head.map((title) => h("th", { scope: "col" }, title)))),
-    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, i) => {
-      const title = head[i];
-      return h("td", { "data-label": typeof title === "string" ? title : title.textContent }, cell ?? "–");
-    })))));
+    h("tbody", {}, rows.map((row) => (Array.isArray(row) ? tableRow(titles, row) : row))));
+};
+
+export const tableRow = (titles, cells) =>
+  h("tr", {}, cells.map((cell, i) => h("td", { "data-label": titles[i] }, cell ?? "–")));
 
 export const facts = (values) =>
   h("dl", { class: "facts" }, Object.entries(values)
