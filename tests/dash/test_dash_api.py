@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from runs.made_runs import add_losses, make_run, write_lock
 from whet.core.costs import write_usage
 from whet.core.files import read_json_lines
-from whet.dash.curves import average, axis_values, read_curves
+from whet.dash.curves import axis_values, read_curves
 from whet.dash.metrics_file import MetricsFile
 from whet.dash.run_details import log_tail, shown_state
 from whet.dash.runs_folder import RunsFolder
 from whet.evaluation.training_losses import losses_of_step, read_training_losses
-from whet.report.charts import exponential_average
 from whet.runs.summary import summarize_run_folder
 
 
@@ -110,15 +109,6 @@ def test_down_sampling_keeps_every_extreme_and_invents_nothing(tmp_path_factory,
         assert (y is None) == (values[step - 1] is None)
     assert series["x"] == sorted(series["x"])
     assert len(series["x"]) <= 2 * points + 8
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(-1e9, 1e9) | st.none(), max_size=700), st.floats(0, 0.999))
-def test_the_average_in_blocks_is_that_of_reports(values, beta):
-    expected = exponential_average(values, beta)
-    found = average(np.array([np.nan if value is None else value for value in values]), beta)
-    for a, b in zip(expected, found.tolist(), strict=True):
-        assert (a is None and np.isnan(b)) or b == pytest.approx(a, rel=1e-9, abs=1e-6)
 
 
 def test_a_zoom_reads_more_points_of_a_part(tmp_path):
@@ -392,7 +382,7 @@ def test_new_steps_logs_and_states_arrive_by_themselves(dash, tmp_path):
     server = dash(tmp_path)
     with urllib.request.urlopen(f"{server.url}/api/live?run=one", timeout=30) as stream:
         first = dict([read_event(stream), read_event(stream)])
-        assert first["log"] == {"rank": 0, "lines": ["hello"]}
+        assert first["log"] == {"rank": 0, "start": None, "end": 6, "lines": ["hello"]}
         assert first["state"]["name"] == "one"
         append(run, {"time": time.time(), "step": 11, "loss": 1.25, "lr": 1e-3, "tokens": 1100})
         name, lines = read_event(stream)

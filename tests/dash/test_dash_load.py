@@ -62,7 +62,7 @@ def test_fifty_pages_make_steps_at_most_two_percent_slower(tmp_path: Path, recip
                 server.send_signal(signal.SIGINT)
         finally:
             os.killpg(run.pid, signal.SIGKILL)
-    print(f"steps take {ratio:.4f} times as long; phases without clients differ by {noise:.2%}")
+    sys.stdout.write(f"steps take {ratio:.4f} times as long; phases without clients differ by {noise:.2%}\n")
     if noise > 0.02:
         pytest.skip(
             f"the machine is busy: phases without clients differ by {noise:.1%} (with clients {ratio:.3f} times)"
@@ -126,7 +126,7 @@ def processor_seconds(process: int) -> float:
 def test_two_hundred_runs_and_a_million_lines_paint_within_two_seconds(
     tmp_path: Path, open_page: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, real_python: str
 ) -> None:
-    """In Chromium: from opening the address of a server that has read nothing yet to the rows, and to a run's curves."""
+    """In Chromium: from opening the address of a server that has read nothing yet to rows, and to a run's curves."""
     monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))  # no index
     make_many_runs(tmp_path / "runs")
     command = [real_python, "-m", "whet", "dash", str(tmp_path / "runs"), "--json"]
@@ -157,7 +157,7 @@ def test_two_hundred_runs_and_a_million_lines_paint_within_two_seconds(
             page.close()
         finally:
             server.send_signal(signal.SIGINT)
-    print({name: round(seconds, 2) for name, seconds in times.items()}, f"server {used:.2f} s of processor time")
+    sys.stdout.write(f"{times}, server {used:.2f} s of processor time\n")
     assert used < 1
     if os.getloadavg()[0] < len(os.sched_getaffinity(0)):  # beside other tests, times say nothing
         assert max(times.values()) < 2, times

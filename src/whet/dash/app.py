@@ -148,7 +148,8 @@ def create_app(root: Path, feeds: Feeds) -> FastAPI:
         file = folders.require_inside(folders.find(name) / "logs" / f"rank-{rank}.log")
         if not file.is_file():
             raise NotFoundError(f"{name}: there is no log of rank {rank}")
-        return json_response({"lines": log_tail(file, None)[0]})
+        lines, end = log_tail(file, None)
+        return json_response({"lines": lines, "end": end})
 
     @app.get("/api/compare")
     def compare_runs(run: Annotated[list[str], Query(max_length=20)]) -> Response:

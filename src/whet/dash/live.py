@@ -148,9 +148,9 @@ def poll_run(folders: RunsFolder, name: str, file: MetricsFile, rank: int) -> Ca
             if file.evaluations.rows > seen[2]:
                 seen[2] = file.evaluations.rows
                 events.append(("evaluation", {"count": seen[2]}))
-        lines_of_log = _new_log_lines(folders, folder, rank, log)
+        start, lines_of_log = log[0], _new_log_lines(folders, folder, rank, log)
         if lines_of_log:
-            events.append(("log", {"rank": rank, "lines": lines_of_log}))
+            events.append(("log", {"rank": rank, "start": start, "end": log[0], "lines": lines_of_log}))
         if turn % _STATE_EVERY == 0:
             with contextlib.suppress(WhetError):
                 newest = summary_json(folders.summary(name)) | {"name": name}

@@ -65,6 +65,11 @@ def format_seconds(value: float | None) -> str:
     return f"{seconds // 3600} h {seconds % 3600 // 60:02} min"
 
 
+def format_gib(value: float | None) -> str:
+    """Memory, of which the third digit matters."""
+    return DASH if value is None else f"{value:.2f} GiB"
+
+
 def format_time(value: float | None) -> str:
     """A Unix time in UTC, because a report may be read in another time zone."""
     if value is None or not 0 <= value < _YEAR_3000:

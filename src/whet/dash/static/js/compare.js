@@ -46,7 +46,7 @@ export async function show(main, place) {
         kind: series.kind === "step" ? "line" : "marks", hidden: series.kind !== "step" && chart.series.length > 1,
       })) : []));
       if (!drawn.has(id)) {
-        const chart = new CurveChart({ id, title: first.title, unit: first.unit, small: id !== "loss" });
+        const chart = new CurveChart({ id, title: first.title, unit: first.unit, small: id !== "loss", legend: id === "loss" });
         drawn.set(id, chart);
       }
       Object.assign(drawn.get(id).options, { axis: view.axis, log: view.log });

@@ -12,7 +12,7 @@ const COLUMNS = [
   { id: "loss", title: "loss", sort: (run) => run.loss ?? Infinity },
   { id: "best", title: "best", sort: (run) => run.best ?? Infinity },
   { id: "tokens", title: "tokens", sort: (run) => run.tokens ?? -1 },
-  { id: "hours", title: "device hours", sort: (run) => run.device_hours ?? -1 },
+  { id: "hours", title: "device time", sort: (run) => run.device_hours ?? -1 },
   { id: "speed", title: "tokens/s", sort: (run) => run.tokens_per_s ?? -1 },
   { id: "age", title: "last sign", sort: (run) => run.last_sign ?? 0 },
 ];
