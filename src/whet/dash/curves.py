@@ -43,7 +43,7 @@ CHARTS = (
     Chart("peak_gib", "peak memory", ("peak_gib",), (), "GiB", exact=True),
     Chart("step_s", "time of a step", ("step_s",), (), "s"),
     Chart("data_s", "waiting for data", ("data_s",), (), "s"),
-    Chart("expert_load_max", "load of the busiest expert", ("expert_load_max",)),
+    Chart("expert_load_max", "load of the busiest expert", ("expert_load_max",), (), "× mean"),
     Chart("experts_idle", "experts without a token", ("experts_idle",)),
     Chart("router_aux_loss", "router auxiliary loss", ("router_aux_loss",)),
 )

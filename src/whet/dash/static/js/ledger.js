@@ -71,13 +71,15 @@ function flow(sources, open) {
       const height = thick(part.count);
       const room = Math.max(18, height);
       const y = right + (room - height) / 2;
-      const path = svg("path", { d: ribbon(from + 8, left, to, y, height), fill: part.color });
+      const act = (event) => { event.preventDefault(); open(part); };
+      const path = svg("path", { d: ribbon(from + 8, left, to, y, height), fill: part.color, onclick: part.outcome ? act : null });
       const label = [
+        svg("rect", { x: to, y: right, width: width - to, height: room, fill: "transparent" }), // easier to click than a line
         svg("rect", { x: to, y, width: 8, height, fill: part.color, rx: 2 }),
         svg("text", { x: to + 18, y: y + height / 2 + 4 }, part.text, svg("tspan", { class: "soft" }, `  ${format.count(part.count)}`)),
       ];
-      const act = (event) => { event.preventDefault(); open(part); };
-      content.push(part.outcome ? svg("a", { href: "#", role: "button", "aria-label": `Lines: ${part.text}, ${part.count}`, onclick: act }, path, label) : svg("g", {}, path, label));
+      content.push(svg("g", { class: part.outcome ? "branch" : null }, path,
+        part.outcome ? svg("a", { href: "#", role: "button", "aria-label": `Lines: ${part.text}, ${part.count}`, onclick: act }, label) : label));
       left += height;
       right += room + gap;
     }
