@@ -30,12 +30,13 @@ ANY = st.floats(-1e300, 1e300)
 def test_smoothing_is_a_mean_weighted_by_distance(values: list[float], beta: float) -> None:
     places = np.arange(len(values))
     weights = beta ** np.abs(places[:, None] - places)
+    weights[places > 2 * places[:, None]] = 0  # near the start: as many after as before
     assert smooth(values, beta) == pytest.approx(weights @ values / weights.sum(axis=1), rel=1e-6, abs=1e-6)
 
 
 def test_smoothing_does_not_lag() -> None:
     line = np.arange(1000.0)
-    assert smooth(line, 0.9)[300:-300] == pytest.approx(line[300:-300])
+    assert smooth(line, 0.9)[:-300] == pytest.approx(line[:-300])
 
 
 @given(VALUES, st.integers(1, 50))

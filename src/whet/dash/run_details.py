@@ -19,7 +19,8 @@ from whet.dash.runs_folder import RunsFolder
 from whet.evaluation.statistics import bootstrap_interval
 from whet.report.blocks import AnswersOverTime, Cell, Facts, Section, Styled, Table
 from whet.report.formatting import finite_number, format_gib, format_share
-from whet.report.run_view import FIXED_PROMPTS, LoggedSample, RunView
+from whet.report.run_view import RunView
+from whet.report.samples import FIXED_PROMPTS, LoggedSample
 from whet.report.sections import effect_section, exports_section, plan_section, prompts_section
 from whet.report.summary import summarize_run
 from whet.runs.summary import RunSummary
@@ -55,7 +56,7 @@ def describe_run(folders: RunsFolder, name: str, file: MetricsFile) -> dict[str,
         view = RunView.read(summary.folder, [line for line in lines if line])
     except WhetError as error:
         return details | {"damage": [mask_secrets(str(error))]}
-    damage = [*view.damage, *([f"metrics.jsonl: {file.damaged} lines cannot be read"] if file.damaged else [])]
+    damage = [*view.damage, *([f"metrics.jsonl: lines that cannot be read: {file.damaged}"] if file.damaged else [])]
     checkpoints = list_steps(summary.folder / "checkpoints")
     return details | {
         "damage": damage,

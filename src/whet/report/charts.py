@@ -84,16 +84,22 @@ def smoothing_beta(count: int) -> float:
 
 
 def smooth(values: Sequence[float | None] | NDArray[np.float64], beta: float) -> NDArray[np.float64]:
-    """The mean of the values around each, weighted by `beta` to the power of their distance. A moving average of the
-    values before alone would lag behind, and a falling loss look higher than it is. None and NaN are gaps, as NaN."""
+    """The mean of the values around each, weighted by `beta` to the power of their distance; near the start, of as many
+    after it as there are before. A moving average of the values before alone would lag behind, and a falling loss look
+    higher than it is. None and NaN are gaps, as NaN."""
     found = np.asarray(values, dtype=np.float64)
     known = np.flatnonzero(np.isfinite(found))
     result = np.full(len(found), np.nan)
     result[known] = each = found[known]
     if beta and len(known):
-        sums = _decaying_sums(each, beta) + _decaying_sums(each[::-1], beta)[::-1] - each
-        weights = -np.expm1(np.arange(1, len(known) + 1) * np.log(beta)) / (1 - beta)
-        result[known] = sums / (weights + weights[::-1] - 1)
+        both = np.stack([each, np.ones(len(each))])  # their sums, and those of their weights
+        before, after = (np.stack([_decaying_sums(row, beta) for row in rows]) for rows in (both, both[:, ::-1]))
+        after = after[:, ::-1].copy()
+        near = np.arange(len(each) // 2)  # more would be after these than before
+        beyond = after[:, 2 * near + 1]
+        after[:, near] -= beta ** (near + 1.0) * beyond
+        sums, weights = before + after - both
+        result[known] = sums / weights
     return result
 
 

@@ -33,7 +33,8 @@ from whet.report.formatting import (
     format_share,
     format_time,
 )
-from whet.report.run_view import FIXED_PROMPTS, RunView, Series, SourceCounts, as_dict, as_list, select_pairs
+from whet.report.run_view import RunView, Series, SourceCounts, as_dict, as_list
+from whet.report.samples import FIXED_PROMPTS, select_pairs
 
 _MAX_POINTS = 4000
 _SHOWN_SAMPLES = 4
