@@ -79,8 +79,8 @@ def _nice_step(rough: float) -> float:
 
 
 def smoothing_beta(count: int) -> float:
-    """The smoothing factor for `count` values: a thirtieth of them to either side, at most 50."""
-    return 1 - 1 / max(1.0, min(50.0, count / 30))
+    """The smoothing factor for `count` values: a twentieth of them to either side, at most 50."""
+    return 1 - 1 / max(1.0, min(50.0, count / 20))
 
 
 def smooth(values: Sequence[float | None] | NDArray[np.float64], beta: float) -> NDArray[np.float64]:
