@@ -55,8 +55,8 @@ function parallel(found, best) {
   const reached = found.trials.filter(({ value }) => value !== null);
   if (!reached.length || !keys.length) return h("p", { class: "note" }, "No trial has reached a rung yet.");
   const axes = [...keys.map((key) => axis(shortName(key), reached.map(({ values }) => values[key]))), axis(found.metric, reached.map(({ value }) => value))];
-  const width = innerWidth < 760 ? 90 + 110 * (axes.length - 1) : 1100; // on a phone it scrolls
-  const x = (i) => 60 + (i * (width - 150)) / Math.max(1, axes.length - 1);
+  const width = innerWidth < 760 ? 150 + 160 * (axes.length - 1) : 1100; // on a phone it scrolls
+  const x = (i) => 70 + (i * (width - 150)) / Math.max(1, axes.length - 1);
   const y = (share) => 30 + (1 - share) * (HEIGHT - 60);
   const lines = reached.map((trial) => {
     const places = [...keys.map((key, i) => (key in trial.values ? [x(i), y(axes[i].place(trial.values[key]))] : null)), [x(keys.length), y(axes.at(-1).place(trial.value))]].filter(Boolean);
