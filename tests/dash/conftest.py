@@ -1,9 +1,10 @@
-"""A server of `whet dash` in a thread of the test, and a client that sends what it is told."""
+"""A server of `whet dash` in a thread of the test, a client that sends what it is told, and a real browser."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -81,3 +82,34 @@ def dash() -> Iterator[Callable[..., Dash]]:
     yield start
     for server in servers:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """open_page(url, width=1280, scheme="light"): a page whose console must stay empty."""
+    messages: list[str] = []
+    contexts = []
+
+    def start(url: str, width: int = 1280, scheme: str = "light") -> Any:
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        context.set_default_timeout(60_000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: messages.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield start
+    for context in contexts:
+        context.close()
+    assert messages == []

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +23,6 @@ pytestmark = pytest.mark.system("chromium")
 WIDTHS = (1280, 390)
 TABS = ("runs", "compare", "data", "search", "chat")
 NASTY = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
-@pytest.fixture
-def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """open_page(url, width=1280, scheme="light"): a page whose console must stay empty."""
-    messages: list[str] = []
-    contexts = []
-
-    def start(url: str, width: int = 1280, scheme: str = "light") -> Any:
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        context.set_default_timeout(60_000)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: messages.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: messages.append(str(error)))
-        page.goto(url)
-        return page
-
-    yield start
-    for context in contexts:
-        context.close()
-    assert messages == []
 
 
 def until(page: Any, expression: str, seconds: float = 60) -> None:

@@ -1,4 +1,6 @@
-"""Pages that are open do not slow a run: fifty event streams, on another core."""
+"""The page under load: fifty event streams beside a run, and the first paint with a million lines of metrics.
+
+Both print what they measure: pytest -m slow -s tests/dash/test_dash_load.py, on an idle machine."""
 
 from __future__ import annotations
 
@@ -10,26 +12,35 @@ import statistics
 import subprocess
 import sys
 import time
-import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-CLIENTS, PHASES, PHASE_S = 50, 12, 4.0
+from runs.made_runs import make_run
+
+CLIENTS, PHASES, PHASE_S = 50, 21, 4.0
 
 _READERS = """
 import sys, threading, urllib.request
+clients = int(sys.argv[2])
+connected = threading.Barrier(clients + 1)
 def read():
     with urllib.request.urlopen(sys.argv[1], timeout=600) as stream:
+        stream.read1(65536)
+        connected.wait()
         while stream.read1(65536): pass
-for _ in range(int(sys.argv[2])): threading.Thread(target=read, daemon=True).start()
+for _ in range(clients): threading.Thread(target=read, daemon=True).start()
+connected.wait()
+print("all connected", flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.mark.slow
 def test_fifty_pages_make_steps_at_most_two_percent_slower(tmp_path: Path, recipe: str) -> None:
-    """Phases with and without clients take turns in one run; what phases without clients differ by is noise."""
+    """Phases with and without clients take turns in one run; each with clients is compared with those beside it."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("needs two cores: one for the run, one for the page")
@@ -51,58 +62,102 @@ def test_fifty_pages_make_steps_at_most_two_percent_slower(tmp_path: Path, recip
                 server.send_signal(signal.SIGINT)
         finally:
             os.killpg(run.pid, signal.SIGKILL)
-    assert ratio - 1 <= 0.02 + noise, f"{ratio:.3f} times as long, noise {noise:.3f}"
+    sys.stdout.write(f"steps take {ratio:.4f} times as long; phases without clients differ by {noise:.2%}\n")
+    if noise > 0.02:
+        pytest.skip(
+            f"the machine is busy: phases without clients differ by {noise:.1%} (with clients {ratio:.3f} times)"
+        )
+    assert ratio <= 1.02, f"{ratio:.4f} times as long, noise {noise:.2%}"
 
 
 def measure(address: str, metrics: Path, core: int) -> tuple[float, float]:
-    """How much longer steps are with clients, and how much phases without any differ."""
+    """How much longer a step takes with clients, and how much phases without any differ."""
     medians: dict[bool, list[float]] = {True: [], False: []}
     for phase in range(PHASES):
         with_clients = phase % 2 == 1
         readers = None
         if with_clients:
             command = ["taskset", "-c", str(core), sys.executable, "-c", _READERS, address, str(CLIENTS)]
-            readers = subprocess.Popen(command, stdin=subprocess.PIPE)
-            time.sleep(1.0)
+            readers = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            assert readers.stdout is not None
+            assert readers.stdout.readline() == b"all connected\n"
         start = metrics.stat().st_size
         time.sleep(PHASE_S)
         with metrics.open("rb") as file:
             file.seek(start)
             lines = [json.loads(line) for line in file.read().splitlines()[1:] if line.endswith(b"}")]
-        medians[with_clients].append(statistics.median(line["step_s"] for line in lines if "step_s" in line))
+        # from line to line: what a step waits for between two computations counts
+        medians[with_clients].append(statistics.median(b["time"] - a["time"] for a, b in itertools.pairwise(lines)))
         if readers is not None:
             assert readers.poll() is None
             readers.kill()
             readers.wait()
     off, on = medians[False], medians[True]
-    ratios = [b / ((a + c) / 2) for a, b, c in zip(off, on, [*off[1:], off[-1]], strict=True)]
+    ratios = [b / ((a + c) / 2) for a, b, c in zip(off, on, off[1:], strict=False)]
     noise = statistics.median(abs(a - b) / b for a, b in itertools.pairwise(off))
     return statistics.median(ratios), noise
 
 
-@pytest.mark.slow
-def test_two_hundred_runs_and_a_million_lines_paint_within_two_seconds(tmp_path: Path) -> None:
-    from runs.made_runs import make_run
+LINE = {"epoch": 1.0, "accuracy": 0.5, "grad_norm": 1.0, "conversations": 1, "supervised_tokens": 5, "flops": 1e9,
+        "tokens_per_s": 100.0, "mfu": None, "peak_gib": 1.0, "step_s": 0.1, "data_s": 0.001}  # fmt: skip
+RUNS, STEPS = 200, 5000
 
-    line = json.dumps({"time": 1.5, "step": 0, "epoch": 1.0, "loss": 1.25, "accuracy": 0.5, "grad_norm": 1.0,
-                       "conversations": 1, "tokens": 10, "supervised_tokens": 5, "flops": 1e9, "tokens_per_s": 100.0,
-                       "mfu": None, "peak_gib": 1.0, "step_s": 0.1, "data_s": 0.001})  # fmt: skip
-    for number in range(200):
-        run = make_run(tmp_path / f"run-{number:03}")
-        lines = (line.replace('"step": 0', f'"step": {step}') for step in range(1, 5001))
-        (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    command = [sys.executable, "-m", "whet", "dash", str(tmp_path), "--json"]
+
+def make_many_runs(folder: Path) -> None:
+    """A million lines of metrics, with evaluations among them."""
+    lines = []
+    for step in range(1, STEPS + 1):
+        line = {"time": step / 10, "step": step, "loss": 5 / step**0.5, "tokens": 10 * step}
+        lines.append(json.dumps(line | LINE))
+        if step % 500 == 0:
+            lines.append(json.dumps({"time": step / 10, "step": step, "val_loss": 5 / step**0.5}))
+    content = "\n".join(lines) + "\n"
+    for number in range(RUNS):
+        (make_run(folder / f"run-{number:03}") / "metrics.jsonl").write_text(content)
+
+
+def processor_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.slow
+@pytest.mark.system("chromium")
+def test_two_hundred_runs_and_a_million_lines_paint_within_two_seconds(
+    tmp_path: Path, open_page: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, real_python: str
+) -> None:
+    """In Chromium: from opening the address of a server that has read nothing yet to rows, and to a run's curves."""
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))  # no index
+    make_many_runs(tmp_path / "runs")
+    command = [real_python, "-m", "whet", "dash", str(tmp_path / "runs"), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
         try:
             assert server.stdout is not None
             url = json.loads(server.stdout.readline())["url"]
-            times = {}
-            for path in ("api/runs", "api/runs", "api/run?run=run-007", "api/run/curves?run=run-007"):
+            used = processor_seconds(server.pid)
+            page, times = open_page("about:blank"), dict[str, float]()
+            for name, address, selector in (
+                ("list", url, "table.runs td"),
+                ("run", f"{url}#/run/run-007", "[data-chart=loss] canvas"),
+                ("list again", f"{url}#/runs", "table.runs td"),
+            ):
                 began = time.monotonic()
-                with urllib.request.urlopen(url + path, timeout=60) as answer:
-                    assert len(answer.read()) > 1000
-                times[path] = time.monotonic() - began
+                page.goto(address, wait_until="commit")
+                page.wait_for_selector(selector)
+                times[name] = time.monotonic() - began
+            paints = page.evaluate("performance.getEntriesByName('first-contentful-paint').map(each => each.startTime)")
+            times["first paint"] = paints[0] / 1000
+            used = processor_seconds(server.pid) - used
+            page.get_by_role("button", name="Show all 200").click()
+            assert page.locator("table.runs tbody tr").count() == RUNS
+            until_best = time.monotonic() + 30
+            while page.locator("td[data-label=best]").filter(has_text="0.0707").count() < RUNS:  # by a live event
+                assert time.monotonic() < until_best
+                time.sleep(0.2)
+            page.close()
         finally:
             server.send_signal(signal.SIGINT)
-    assert times["api/runs"] < 2
-    assert times["api/run?run=run-007"] + times["api/run/curves?run=run-007"] < 2
+    sys.stdout.write(f"{times}, server {used:.2f} s of processor time\n")
+    assert used < 1
+    if os.getloadavg()[0] < len(os.sched_getaffinity(0)):  # beside other tests, times say nothing
+        assert max(times.values()) < 2, times

@@ -132,18 +132,18 @@ def test_missing_files_give_dashes_and_no_numbers(make_run: MakeRun) -> None:
     ):
         assert dash in text
     assert "has not been trained yet" in text
-    assert not re.search(r"\b0\b", text.split("Resolved")[0]), "a zero in place of a missing value"
+    assert not re.search(r"\b0\b(?!\.)", text.split("Resolved")[0]), "a zero in place of a missing value"
 
 
 def test_the_effect_by_kind_of_weight_and_in_exports(make_run: MakeRun) -> None:
     effect = {"weights": 2, "exported": 2, "lost_to_rounding": 0.123}
     text = text_of(report(make_run(certificate={"verified": True, "effect": effect})))
-    row = "model.layers.*.mlp.experts.down_proj 2 all all 1.0e-02 to 2.0e-02 1 of 8"
+    row = "model.layers.*.mlp.experts.down_proj 2 all all 0.01 to 0.02 1 of 8"
     assert f"experts without a token {row}" in re.sub(r"\s+", " ", text)
     assert "2 of 2 12.3%" in re.sub(r"\s+", " ", text)
     unmoved = {"modules": [{"module": "a.weight", "moved": False, "gradient": False, "change": 0.0}]}
     text = text_of(report(make_run(effect=unmoved)))
-    assert "a.weight 1 0 of 1 0 of 1 0.0e+00 to 0.0e+00 –" in re.sub(r"\s+", " ", text)
+    assert "moved ‖ΔW‖ ÷ ‖W‖ a.weight 1 0 of 1 0 of 1 0 to 0" in re.sub(r"\s+", " ", text)
     assert "Effect" not in text_of(report(make_run(effect=None)))
 
 

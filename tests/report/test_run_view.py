@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from whet.core.errors import WhetError
-from whet.report.run_view import LoggedSample, RunView, SamplePair, TaskScore
+from whet.report.run_view import RunView, TaskScore
+from whet.report.samples import LoggedSample, SamplePair
 from whet.report.summary import summarize_run
 from whet.report.terminal_report import score_line
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from whet.report.run_view import LoggedSample, RunView, SamplePair, select_pairs
+from whet.report.run_view import RunView
+from whet.report.samples import LoggedSample, SamplePair, select_pairs
 from whet.report.terminal_report import before_after_table, draw_loss_curve, score_line
 
 MakeRun = Callable[..., Path]

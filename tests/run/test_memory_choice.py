@@ -69,6 +69,7 @@ def test_the_largest_micro_batch_that_fits_is_used_and_cached(
 ) -> None:
     plain = train(tmp_path / "plain", recipe)
     assert plain["micro_rows"] == 1  # a CPU has no memory of its own to fill
+    assert plain["worst_batch_gib"] is None
     monkeypatch.setattr("whet.run.memory_choice.cache_dir", lambda: tmp_path / "cache")
     card = SimulatedCard(AT_REST + 3 * ROW * PER_TOKEN).install(monkeypatch)
     plan = train(tmp_path / "auto", recipe)
@@ -77,7 +78,8 @@ def test_the_largest_micro_batch_that_fits_is_used_and_cached(
     np.testing.assert_allclose(steps(tmp_path / "auto"), steps(tmp_path / "plain"), rtol=1e-9)
     assert max(card.passes) * PER_TOKEN + AT_REST > card.capacity  # it was found out, before step 1
     card.passes.clear()
-    train(tmp_path / "again", recipe)
+    again = train(tmp_path / "again", recipe)
+    assert again["worst_batch_gib"] == plan["worst_batch_gib"] == (max(card.passes) * PER_TOKEN + AT_REST) / 2**30
     assert max(card.passes) * PER_TOKEN + AT_REST <= card.capacity  # and is known now
     assert steps(tmp_path / "again") == steps(tmp_path / "auto")
 

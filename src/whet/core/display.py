@@ -15,6 +15,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -85,9 +86,14 @@ def holds_secret(text: str) -> bool:
 
 def _secret_variables() -> Iterator[tuple[str, str]]:
     """Environment variables whose name says that they hold a secret; a short value could be any word."""
-    for name, value in os.environ.items():
-        if len(value) >= _MIN_SECRET and _SECRET_NAME.search(name):
+    for name in os.environ:
+        if _is_secret_name(name) and len(value := os.environ.get(name, "")) >= _MIN_SECRET:
             yield name, value
+
+
+@lru_cache(maxsize=4096)
+def _is_secret_name(name: str) -> bool:
+    return _SECRET_NAME.search(name) is not None
 
 
 # What libraries and Python itself print

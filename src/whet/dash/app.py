@@ -36,6 +36,7 @@ RunName = Annotated[str, Query(alias="run", max_length=1000)]
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 LIMITS = Limits(body_bytes=2**18)
+_LIST_S = 0.3
 _MAX_ANSWERS = 16
 _MAX_FILES = 64
 """Runs whose metrics are kept in memory."""
@@ -80,9 +81,8 @@ def create_app(root: Path, feeds: Feeds) -> FastAPI:
 
     @app.get("/api/runs")
     def runs() -> Response:
-        return json_response(
-            {"runs": [summary_json(run) for run in folders.summaries()], "models": registered_models()}
-        )
+        found = folders.summaries(_LIST_S)  # what is missing comes as a live event
+        return json_response({"runs": [summary_json(run) for run in found], "models": registered_models()})
 
     @app.get("/api/run")
     def run(name: RunName) -> Response:
@@ -148,7 +148,8 @@ def create_app(root: Path, feeds: Feeds) -> FastAPI:
         file = folders.require_inside(folders.find(name) / "logs" / f"rank-{rank}.log")
         if not file.is_file():
             raise NotFoundError(f"{name}: there is no log of rank {rank}")
-        return json_response({"lines": log_tail(file, None)[0]})
+        lines, end = log_tail(file, None)
+        return json_response({"lines": lines, "end": end})
 
     @app.get("/api/compare")
     def compare_runs(run: Annotated[list[str], Query(max_length=20)]) -> Response:

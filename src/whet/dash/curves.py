@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whet.dash.metrics_file import MetricsFile, Table
-from whet.report.charts import downsample
+from whet.report.charts import downsample, smooth
 
-_BLOCK = 128
 AxisName = Literal["step", "tokens", "time"]
 
 
@@ -28,6 +27,8 @@ class Chart:
     evaluations: tuple[str, ...] = ()
     """Keys, or the beginnings of keys, with a slash at the end."""
     unit: str = ""
+    exact: bool = False
+    """Values without noise, which an average would falsify."""
 
 
 CHARTS = (
@@ -36,13 +37,13 @@ CHARTS = (
     Chart("accuracy", "token accuracy", ("accuracy",), ("val_accuracy",), "share"),
     Chart("bpb", "bits per byte", (), ("val_bpb",)),
     Chart("grad_norm", "gradient norm", ("grad_norm",)),
-    Chart("lr", "learning rate", ("lr",)),
+    Chart("lr", "learning rate", ("lr",), exact=True),
     Chart("tokens_per_s", "tokens per second", ("tokens_per_s",)),
     Chart("mfu", "model FLOPs utilization", ("mfu",), (), "share"),
-    Chart("peak_gib", "peak memory", ("peak_gib",), (), "GiB"),
+    Chart("peak_gib", "peak memory", ("peak_gib",), (), "GiB", exact=True),
     Chart("step_s", "time of a step", ("step_s",), (), "s"),
     Chart("data_s", "waiting for data", ("data_s",), (), "s"),
-    Chart("expert_load_max", "load of the busiest expert", ("expert_load_max",)),
+    Chart("expert_load_max", "load of the busiest expert", ("expert_load_max",), (), "× mean"),
     Chart("experts_idle", "experts without a token", ("experts_idle",)),
     Chart("router_aux_loss", "router auxiliary loss", ("router_aux_loss",)),
 )
@@ -67,7 +68,8 @@ def read_curves(
     of_evaluations = axis_values(file, file.evaluations, axis)
     for chart in CHARTS:
         stepped, evaluated = names_of_series(chart, file)
-        series = [_series(key, "step", of_steps, file.steps, low, high, points, smoothing) for key in stepped] + [
+        beta = 0.0 if chart.exact else smoothing
+        series = [_series(key, "step", of_steps, file.steps, low, high, points, beta) for key in stepped] + [
             _series(key, "evaluation", of_evaluations, file.evaluations, low, high, points, 0.0) for key in evaluated
         ]
         series = [each for each in series if each["x"]]
@@ -101,9 +103,7 @@ def _series(
     points: int, smoothing: float,
 ) -> dict[str, Any]:  # fmt: skip
     values, steps = table.column(key), table.column("step")
-    smooth = None
-    if smoothing > 0 and len(values) > 1:
-        smooth = average(values, smoothing)
+    averages = smooth(values, smoothing) if smoothing > 0 and len(values) > 1 else None
     inside = np.isfinite(places)
     if low is not None:
         inside &= places >= low
@@ -116,28 +116,8 @@ def _series(
     return {
         "key": key, "kind": kind, "x": _json_values(places[kept], 9), "y": _json_values(values[kept]),
         "step": [int(step) for step in steps[kept]],
-        **({"smooth": _json_values(smooth[kept])} if smooth is not None else {}),
+        **({"smooth": _json_values(averages[kept])} if averages is not None else {}),
     }  # fmt: skip
-
-
-def average(values: NDArray[np.float64], beta: float) -> NDArray[np.float64]:
-    """The exponential moving average of `whet.report.charts.exponential_average`, in blocks: a million values take
-    50 ms instead of half a second. NaN is a gap."""
-    known = np.flatnonzero(np.isfinite(values))
-    count = len(known)
-    padded = np.zeros(-(-count // _BLOCK) * _BLOCK)
-    padded[:count] = values[known]
-    places = np.arange(_BLOCK)
-    distance = places[:, None] - places
-    weights = np.where(distance >= 0, (1 - beta) * beta ** np.maximum(distance, 0), 0.0)
-    blocks = padded.reshape(-1, _BLOCK) @ weights.T
-    decay, carried = beta ** (places + 1), 0.0
-    for block in blocks:
-        block += carried * decay
-        carried = float(block[-1])
-    found = np.full(len(values), np.nan)
-    found[known] = blocks.ravel()[:count] / -np.expm1(np.arange(1, count + 1) * np.log(beta)) if beta else values[known]
-    return found
 
 
 def _json_values(values: NDArray[np.float64], digits: int = 6) -> list[float | None]:

@@ -148,9 +148,9 @@ def poll_run(folders: RunsFolder, name: str, file: MetricsFile, rank: int) -> Ca
             if file.evaluations.rows > seen[2]:
                 seen[2] = file.evaluations.rows
                 events.append(("evaluation", {"count": seen[2]}))
-        lines_of_log = _new_log_lines(folders, folder, rank, log)
+        start, lines_of_log = log[0], _new_log_lines(folders, folder, rank, log)
         if lines_of_log:
-            events.append(("log", {"rank": rank, "lines": lines_of_log}))
+            events.append(("log", {"rank": rank, "start": start, "end": log[0], "lines": lines_of_log}))
         if turn % _STATE_EVERY == 0:
             with contextlib.suppress(WhetError):
                 newest = summary_json(folders.summary(name)) | {"name": name}
@@ -174,7 +174,8 @@ def _new_log_lines(folders: RunsFolder, folder: Path, rank: int, log: list[int |
 
 
 def poll_list(folders: RunsFolder) -> Callable[[], list[tuple[str, Any]]]:
-    """The runs whose row has changed since the last call, and those that are gone."""
+    """The runs whose row has changed since the last call, and those that are gone; at first all, because what a page
+    has got may be older or lack what takes long to read."""
     known: dict[str, dict[str, Any]] = {}
     turn = 0
 
@@ -184,7 +185,7 @@ def poll_list(folders: RunsFolder) -> Callable[[], list[tuple[str, Any]]]:
         if turn % 2:  # every other second
             return []
         rows = {run.name: summary_json(run) for run in folders.summaries()}
-        changed = [row for name, row in rows.items() if known and row != known.get(name)]
+        changed = [row for name, row in rows.items() if row != known.get(name)]
         gone = [name for name in known if name not in rows]
         known = rows
         return [("runs", {"changed": changed, "gone": gone})] if changed or gone else []

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from whet.checkpoint.directory import list_steps
-from whet.core.costs import Costs, counted_costs, predicted_costs
+from whet.core.costs import counted_costs, predicted_costs
 from whet.core.display import mask_secrets
 from whet.core.errors import WhetError
 from whet.core.files import parse_json_line
@@ -18,8 +18,9 @@ from whet.dash.promises import check_promises
 from whet.dash.runs_folder import RunsFolder
 from whet.evaluation.statistics import bootstrap_interval
 from whet.report.blocks import AnswersOverTime, Cell, Facts, Section, Styled, Table
-from whet.report.formatting import format_share
-from whet.report.run_view import FIXED_PROMPTS, LoggedSample, RunView
+from whet.report.formatting import finite_number, format_gib, format_share
+from whet.report.run_view import RunView
+from whet.report.samples import FIXED_PROMPTS, LoggedSample
 from whet.report.sections import effect_section, exports_section, plan_section, prompts_section
 from whet.report.summary import summarize_run
 from whet.runs.summary import RunSummary
@@ -55,7 +56,7 @@ def describe_run(folders: RunsFolder, name: str, file: MetricsFile) -> dict[str,
         view = RunView.read(summary.folder, [line for line in lines if line])
     except WhetError as error:
         return details | {"damage": [mask_secrets(str(error))]}
-    damage = [*view.damage, *([f"metrics.jsonl: {file.damaged} lines cannot be read"] if file.damaged else [])]
+    damage = [*view.damage, *([f"metrics.jsonl: lines that cannot be read: {file.damaged}"] if file.damaged else [])]
     checkpoints = list_steps(summary.folder / "checkpoints")
     return details | {
         "damage": damage,
@@ -73,8 +74,7 @@ def describe_run(folders: RunsFolder, name: str, file: MetricsFile) -> dict[str,
         "validation": {key: list(values) for key, values in view.validation.items()},
         "reported": [_section_json(each) for each in _reported_sections(view, file) if each is not None],
         "prompts": _prompts(view),
-        "costs": {"counted": _costs_json(counted_costs(view.folder)),
-                  "predicted": _costs_json(predicted_costs(view.folder))},
+        "costs": _costs(view, file),
         "promises": check_promises(view, checkpoints),
         "config": mask_secrets(view.config_text),
     }  # fmt: skip
@@ -98,7 +98,7 @@ def _reported_sections(view: RunView, file: MetricsFile) -> list[Section | None]
     (facts,) = (block for block in plan.blocks if isinstance(block, Facts))
     mfu, peak = (values[np.isfinite(values)] for values in map(file.steps.column, ("mfu", "peak_gib")))
     facts.values["mean MFU"] = format_share(float(mfu.mean())) if len(mfu) else None
-    facts.values["peak memory"] = f"{peak.max():.2f} GiB" if len(peak) else None
+    facts.values["peak memory"] = format_gib(float(peak.max())) if len(peak) else None
     return [effect_section(view), exports_section(view), plan]
 
 
@@ -128,8 +128,17 @@ def _prompts(view: RunView) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _costs_json(costs: Costs | None) -> dict[str, Any] | None:
-    return None if costs is None else costs.as_dict() | {"text": str(costs)}
+def _costs(view: RunView, file: MetricsFile) -> dict[str, Any]:
+    """Time, memory, energy and money: predicted and measured. The worst batch, which ran before step 1, predicts the
+    peak memory; the first steps predict the rest."""
+    peak = file.steps.column("peak_gib")
+    peak = peak[np.isfinite(peak)]
+    peaks = {"predicted": finite_number(view.plan.get("worst_batch_gib")),
+             "measured": float(peak.max()) if len(peak) else None}  # fmt: skip
+    costs = {"predicted": predicted_costs(view.folder), "measured": counted_costs(view.folder)}
+    return {
+        name: {"peak_gib": peaks[name], **({} if found is None else found.as_dict())} for name, found in costs.items()
+    }
 
 
 def _best_checkpoint(folder: Path) -> str | None:

@@ -30,9 +30,9 @@ class RunsFolder:
         """All runs; without those behind a link that leads out."""
         return [str(folder.relative_to(self.root)) for folder in self._folders()]
 
-    def summaries(self) -> list[RunSummary]:
-        """A summary of each run."""
-        return summarize_run_folders(self._folders(), self.root)
+    def summaries(self, seconds: float | None = None) -> list[RunSummary]:
+        """A summary of each run, in about so many seconds: `best` may be missing then."""
+        return summarize_run_folders(self._folders(), self.root, seconds)
 
     def _folders(self) -> list[Path]:
         if not self.root.is_dir():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from whet.report.charts import ChartLine
-from whet.report.run_view import LoggedSample, SamplePair
+from whet.report.samples import LoggedSample, SamplePair
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,11 @@ def finite_number(value: object) -> float | None:
     return number if abs(number) <= _LARGEST else None
 
 
+def int_or_none(value: object) -> int | None:
+    """A count as a run can have; larger numbers are damage."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else None
+
+
 def format_number(value: float | None) -> str:
     """Three significant digits, such as 0.0512 or 3.1e-05."""
     return DASH if value is None else f"{value:.3g}"
@@ -63,6 +68,11 @@ def format_seconds(value: float | None) -> str:
     if seconds < 3600:
         return f"{seconds // 60} min {seconds % 60:02} s"
     return f"{seconds // 3600} h {seconds % 3600 // 60:02} min"
+
+
+def format_gib(value: float | None) -> str:
+    """Memory, of which the third digit matters."""
+    return DASH if value is None else f"{value:.2f} GiB"
 
 
 def format_time(value: float | None) -> str:

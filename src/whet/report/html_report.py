@@ -28,7 +28,7 @@ from whet.report.blocks import (
 )
 from whet.report.charts import render_chart
 from whet.report.formatting import DASH, format_time
-from whet.report.run_view import LoggedSample, SamplePair
+from whet.report.samples import LoggedSample, SamplePair
 
 
 class Markup(str):

@@ -27,7 +27,7 @@ from whet.report.blocks import (
 )
 from whet.report.charts import ChartLine
 from whet.report.formatting import DASH, format_number, format_time
-from whet.report.run_view import LoggedSample, SamplePair
+from whet.report.samples import LoggedSample, SamplePair
 from whet.report.terminal_report import draw_loss_curve
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|~]|^[#>+=-])")

@@ -6,8 +6,7 @@ says so.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,8 @@ from whet.core.errors import WhetError
 from whet.core.files import describe_lines, read_json_lines, resolve_path
 from whet.core.run_folder import check_run_format, read_status
 from whet.core.yaml import read_yaml
-from whet.report.formatting import finite_number
+from whet.report.formatting import finite_number, int_or_none
+from whet.report.samples import LoggedSample, SamplePair, as_text, pair_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,93 +81,6 @@ class SourceCounts:
         return self.total - self.kept - self.dropped
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedSample:
-    """An answer of the model after `step` steps; `right` is None if it was not scored as right or wrong, and `score` is
-    None in runs of earlier versions."""
-
-    step: int
-    task: str
-    prompt: str
-    expected: str
-    answer: str
-    right: bool | None
-    score: float | None = None
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> LoggedSample:
-        """From a line of `samples.jsonl`."""
-        right = record.get("right")
-        return cls(
-            step=_int_or_none(record.get("step")) or 0,
-            task=_as_text(record.get("task")),
-            prompt=_as_text(record.get("prompt")),
-            expected=_as_text(record.get("expected")),
-            answer=_as_text(record.get("answer")),
-            right=right if isinstance(right, bool) else None,
-            score=finite_number(record.get("score")),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SamplePair:
-    """The answers to one prompt before training and at the last evaluation; None where there is none."""
-
-    before: LoggedSample | None
-    after: LoggedSample | None
-
-    @property
-    def sample(self) -> LoggedSample:
-        """One of the answers; task, prompt and expected answer are the same in both."""
-        found = self.after or self.before
-        assert found is not None
-        return found
-
-    @property
-    def improved(self) -> bool:
-        """Wrong before, right after."""
-        return bool(self.before and self.after and self.before.right is False and self.after.right)
-
-    @property
-    def wrong_after(self) -> bool:
-        return bool(self.after and self.after.right is False)
-
-
-def pair_samples(samples: Iterable[LoggedSample], start_step: int = 0) -> list[SamplePair]:
-    """One pair per prompt, in order of first appearance; answers at `start_step` are those before training."""
-    samples = list(samples)
-    last = max((sample.step for sample in samples), default=start_step)
-    before = {_sample_key(sample): sample for sample in samples if sample.step == start_step}
-    after = {_sample_key(sample): sample for sample in samples if sample.step == last > start_step}
-    return [SamplePair(before.get(key), after.get(key)) for key in before | after]
-
-
-def select_pairs(pairs: Sequence[SamplePair], limit: int) -> list[SamplePair]:
-    """At most `limit` pairs to show: improved ones first, and wrong answers in proportion, at least one.
-
-    Showing successes only would make a poor model look perfect.
-    """
-    wrong = [pair for pair in pairs if pair.wrong_after]
-    share = min(len(wrong), max(1, round(limit * len(wrong) / len(pairs)))) if wrong else 0
-    rest = sorted((pair for pair in pairs if not pair.wrong_after), key=lambda pair: not pair.improved)
-    good = rest[: max(0, limit - share)]
-    return good + wrong[: limit - len(good)]
-
-
-def _sample_key(sample: LoggedSample) -> tuple[str, str, str]:
-    return sample.task, sample.prompt, sample.expected
-
-
-def _as_text(value: object) -> str:
-    if value is None:
-        return ""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text.encode("utf-8", "replace").decode()  # JSON can name surrogates, which are no characters
-
-
-FIXED_PROMPTS = "eval.prompts"
-"""The task of samples that answer eval.prompts."""
-
 Series = list[tuple[int, float | None]]
 """A metric by step; None where it was logged without a finite number."""
 
@@ -189,11 +102,11 @@ class RunStatus:
         """From the content of `status.json`."""
         return cls(
             state=str(record.get("state") or "unknown"),
-            step=_int_or_none(record.get("step")),
-            steps=_int_or_none(record.get("steps")),
-            host=_as_text(record.get("host")) or None,
+            step=int_or_none(record.get("step")),
+            steps=int_or_none(record.get("steps")),
+            host=as_text(record.get("host")) or None,
             heartbeat=finite_number(record.get("heartbeat")),
-            exit_code=_int_or_none(record.get("exit_code")),
+            exit_code=int_or_none(record.get("exit_code")),
             started=finite_number(record.get("started")),
         )
 
@@ -258,7 +171,7 @@ class RunView:
             metrics=tuple(
                 line
                 for line in (_read_lines(folder / "metrics.jsonl", damage) if metrics is None else metrics)
-                if _int_or_none(line.get("step")) is not None
+                if int_or_none(line.get("step")) is not None
             ),
             samples=tuple(LoggedSample.from_json(line) for line in _read_lines(folder / "samples.jsonl", damage)),
             events=tuple(_checked_event(line) for line in _read_lines(folder / "events.jsonl", damage)),
@@ -339,7 +252,7 @@ class RunView:
     @property
     def start_step(self) -> int:
         """train.start_step: the step that the run started at; evaluations there count as `before`."""
-        return _int_or_none(self.plan.get("start_step", self.setting("train", "start_step"))) or 0
+        return int_or_none(self.plan.get("start_step", self.setting("train", "start_step"))) or 0
 
     @property
     def step(self) -> int | None:
@@ -349,7 +262,7 @@ class RunView:
     @property
     def steps(self) -> int | None:
         """Planned steps."""
-        return self.status.steps or _int_or_none(self.plan.get("steps"))
+        return self.status.steps or int_or_none(self.plan.get("steps"))
 
     @property
     def train_seconds(self) -> float | None:
@@ -426,12 +339,7 @@ def _held_out(ledger: dict[str, Any]) -> int:
     """Held out of the training sources, which share a store with the validation then."""
     stores = as_dict(ledger.get("stores"))
     is_split = "train" in stores and stores.get("validation") == stores["train"]
-    return (_int_or_none(ledger.get("held_out")) or 0) if is_split else 0
-
-
-def _int_or_none(value: object) -> int | None:
-    """A count as a run can have; larger numbers are damage."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else None
+    return (int_or_none(ledger.get("held_out")) or 0) if is_split else 0
 
 
 def as_dict(value: object) -> dict[str, Any]:

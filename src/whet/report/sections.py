@@ -22,17 +22,19 @@ from whet.report.blocks import (
     Styled,
     Table,
 )
-from whet.report.charts import ChartLine, downsample, exponential_average, smoothing_beta
+from whet.report.charts import ChartLine, downsample, smooth, smoothing_beta
 from whet.report.formatting import (
     DASH,
     finite_number,
     format_count,
+    format_gib,
     format_number,
     format_seconds,
     format_share,
     format_time,
 )
-from whet.report.run_view import FIXED_PROMPTS, RunView, Series, SourceCounts, as_dict, as_list, select_pairs
+from whet.report.run_view import RunView, Series, SourceCounts, as_dict, as_list
+from whet.report.samples import FIXED_PROMPTS, select_pairs
 
 _MAX_POINTS = 4000
 _SHOWN_SAMPLES = 4
@@ -86,7 +88,9 @@ def curves_section(run: RunView) -> Section:
     return Section(
         "Training",
         [Figure("loss by step", [*raw_and_smoothed(run.series("loss")), validation]), SmallFigures(small)],
-        f"Smoothed lines are exponential moving averages with β = {beta:.2g}." if beta else None,
+        f"Smoothed: a mean of the steps around, weighted by {beta:.2g} to the power of their distance."
+        if beta
+        else None,
     )
 
 
@@ -162,10 +166,10 @@ def raw_and_smoothed(series: Series) -> list[ChartLine]:
 
 
 def smoothed(series: Series) -> Series:
-    """An exponential moving average, with as many points as a chart shows."""
+    """Averages of the values, with as many points as a chart shows."""
     values = [value for _, value in series]
-    average = exponential_average(values, smoothing_beta(len(values)))
-    return [(series[i][0], average[i]) for i in downsample(values, _MAX_POINTS)]
+    means = smooth(values, smoothing_beta(len(values))).tolist()
+    return [(series[i][0], finite_number(means[i])) for i in downsample(values, _MAX_POINTS)]
 
 
 def samples_section(run: RunView) -> Section | None:
@@ -285,11 +289,13 @@ def effect_section(run: RunView) -> Section | None:
                 name,
                 format_count(len(weights)),
                 *(_all_of([each.get(key) is True for each in weights]) for key in ("gradient", "moved")),
-                f"{min(changes):.1e} to {max(changes):.1e}" if changes else DASH,
+                f"{min(changes):.2g} to {max(changes):.2g}" if changes else DASH,
                 f"{format_count(idle)} of {format_count(experts)}" if experts else DASH,
             ]
         )
-    head = ("weight", "number", "got a gradient", "moved", "‖ΔW‖ ÷ ‖W‖", "experts without a token")
+    head = ["weight", "number", "got a gradient", "moved", "‖ΔW‖ ÷ ‖W‖", "experts without a token"]
+    if all(row[-1] == DASH for row in rows):  # no experts
+        head, rows = head[:-1], [row[:-1] for row in rows]
     return Section("Effect", [Table(head, rows)], "What training changed; each weight is in effect.json.")
 
 
@@ -325,7 +331,8 @@ def plan_section(run: RunView) -> Section:
         "epochs": format_number(number("epochs")),
         "conversations seen": run.seen_note,
         "conversations trained on, repetitions included": format_count(run.conversations),
-        "peak memory": f"{run.peak_gib:.2f} GiB" if run.peak_gib is not None else None,
+        "peak memory": format_gib(run.peak_gib),
+        "memory of the worst batch, before step 1": format_gib(number("worst_batch_gib")),
         "model FLOPs": format_number(run.flops),
         "mean MFU": format_share(sum(mfu) / len(mfu)) if mfu else None,
         "used, all starts together": None if used is None else str(used),

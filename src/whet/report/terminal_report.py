@@ -14,7 +14,8 @@ from rich.text import Text
 
 from whet.core.display import escape_controls
 from whet.report.formatting import DASH, format_number, format_share
-from whet.report.run_view import LoggedSample, RunView, select_pairs
+from whet.report.run_view import RunView
+from whet.report.samples import LoggedSample, select_pairs
 
 _BRAILLE_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The bits of a braille character: two columns of four dots, top to bottom."""

@@ -163,8 +163,10 @@ def largest_fitting(run: Run, sizes: list[int], share: float = _MAX_SHARE) -> in
         predicted = min(run.ranks.all_gather([_predict_rows(sizes, found[sizes[0]], limit / share)]))
         if predicted > sizes[0] and fits(predicted):
             rows = predicted
-    if rows is not None and rows != run.loader.micro_rows:
-        set_micro_rows(run, rows)
+    if rows is not None:
+        run.worst_batch_gib = found[rows].peak / 2**30
+        if rows != run.loader.micro_rows:
+            set_micro_rows(run, rows)
     return rows
 
 
@@ -195,6 +197,7 @@ def _verify(run: Run, choice: MemoryChoice) -> bool:
     apply_settings(run, parallel)
     set_micro_rows(run, choice.micro_rows)
     needed = run_worst_batch(run)
+    run.worst_batch_gib = None if needed is None else needed.peak / 2**30
     return all(run.ranks.all_gather([needed is not None]))
 
 

@@ -44,6 +44,7 @@ def describe_run(run: Run) -> dict[str, Any]:
         "efficiency": packing_efficiency(plan, config.row_length),
         "row_length": config.row_length,
         "micro_rows": run.loader.micro_rows,
+        "worst_batch_gib": run.worst_batch_gib,
         "world": run.ranks.world_size,
         "batch": config.train.batch.model_dump(exclude_none=True),
         "tokens_per_step": plan.mean_step_tokens,

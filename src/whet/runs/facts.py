@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import time
@@ -61,8 +62,9 @@ class RunFacts:
         return cls(**record | {"owner": owner and Owner(**owner)} | texts)
 
 
-def read_facts(folder: Path) -> RunFacts:
-    """Read a run's files. Damage is one of the problems, never an error."""
+def read_facts(folder: Path, only_end: bool = False) -> RunFacts:
+    """Read a run's files; of a long metrics.jsonl `only_end`, so that `best` is not known. Damage is one of the
+    problems, never an error."""
     problems = [
         f"{folder / name}: this is not a file. Remove it, or bring the file back from a copy"
         for name in _FILES
@@ -81,7 +83,7 @@ def read_facts(folder: Path) -> RunFacts:
         problems.append(str(error))
     settings = _read_settings(folder, problems)
     metric = settings.get("best", "val_loss")
-    tail = MetricsTail.read(folder / "metrics.jsonl") if is_readable else MetricsTail(b"")
+    tail = MetricsTail.read(folder / "metrics.jsonl", only_end) if is_readable else MetricsTail(b"")
     return RunFacts(
         status=status,
         is_readable=is_readable,
@@ -100,10 +102,12 @@ def read_facts(folder: Path) -> RunFacts:
     )
 
 
-def read_all_facts(folders: Sequence[Path], root: Path | None) -> list[RunFacts]:
-    """The facts of many runs; with `root`, those of unchanged files from its index."""
+def read_all_facts(folders: Sequence[Path], root: Path | None, seconds: float | None = None) -> list[RunFacts]:
+    """The facts of many runs; with `root`, those of unchanged files from its index. After so many `seconds`, of long
+    metrics.jsonl the ends alone are read: a first look does not wait for gigabytes on a slow disk."""
     if root is None:
         return [read_facts(folder) for folder in folders]
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
     file = cache_dir() / "runs" / f"{hash_json(os.path.realpath(root))[:20]}.json"
     known, kept, facts = _read_index(file), dict[str, Any](), list[RunFacts]()
     for folder in folders:
@@ -113,8 +117,9 @@ def read_all_facts(folders: Sequence[Path], root: Path | None) -> list[RunFacts]
             facts.append(RunFacts.from_json(entry["facts"]))
             kept[key] = entry
             continue
-        facts.append(read_facts(folder))
-        if max((changed for _, changed, _ in signature), default=0) < (time.time() - _SETTLED_S) * 1e9:
+        is_late = time.monotonic() > deadline
+        facts.append(read_facts(folder, only_end=is_late))
+        if not is_late and max((changed for _, changed, _ in signature), default=0) < (time.time() - _SETTLED_S) * 1e9:
             kept[key] = {"signature": signature, "facts": asdict(facts[-1])}
     if kept != known:
         with contextlib.suppress(OSError, ValueError):  # without an index, the next list reads the files again

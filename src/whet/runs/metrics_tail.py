@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from whet.core.files import parse_json_line
 from whet.report.formatting import finite_number
 
 _NUMBER = re.compile(rb": (-?\d+\.?\d*(?:[eE][-+]?\d+)?)[,}]")
+_END_BYTES = 2**16
 
 
 @dataclass
@@ -22,12 +24,18 @@ class MetricsTail:
     """Where a run stands. Lines that cannot be read are left out; `whet runs show` names them."""
 
     content: bytes
+    is_whole: bool = True
+    """False: these are the last lines, without the best values of earlier ones."""
 
     @classmethod
-    def read(cls, file: Path) -> MetricsTail:
-        """Of a file that may be missing."""
+    def read(cls, file: Path, only_end: bool = False) -> MetricsTail:
+        """Of a file that may be missing; `only_end`: its last 64 KiB, however long it is."""
         try:
-            return cls(file.read_bytes())
+            with file.open("rb") as opened:
+                size = os.fstat(opened.fileno()).st_size
+                start = max(0, size - _END_BYTES) if only_end else 0
+                opened.seek(start)
+                return cls(opened.read(), start == 0)
         except OSError:
             return cls(b"")
 
@@ -56,7 +64,9 @@ class MetricsTail:
         return tokens if isinstance(tokens, int) and not isinstance(tokens, bool) else None
 
     def best(self, metric: str, lower_is_better: bool) -> float | None:
-        """The best value of a metric in all lines."""
+        """The best value of a metric in all lines; None if not all were read."""
+        if not self.is_whole:
+            return None
         key, values, place = json.dumps(metric, ensure_ascii=False).encode("utf-8", "surrogatepass"), list[float](), -1
         while (place := self.content.find(key, place + 1)) >= 0:  # ten times as fast as a pattern over all lines
             found = _NUMBER.match(self.content, place + len(key))

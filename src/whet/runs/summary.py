@@ -95,10 +95,13 @@ def summarize_run_folder(folder: Path) -> RunSummary:
     return summarize_run_folders([folder])[0]
 
 
-def summarize_run_folders(folders: Sequence[Path], root: Path | None = None) -> list[RunSummary]:
+def summarize_run_folders(
+    folders: Sequence[Path], root: Path | None = None, seconds: float | None = None
+) -> list[RunSummary]:
     """The summaries of many runs, with one question to Slurm about all of their jobs. With `root`, the folder that they
-    are in, names are relative to it, and an index saves reading what has not changed."""
-    facts = read_all_facts(folders, root)
+    are in, names are relative to it, and an index saves reading what has not changed; what takes longer than `seconds`
+    to read lacks its best value."""
+    facts = read_all_facts(folders, root, seconds)
     submitted = [_submitted_jobs(*each) for each in zip(folders, facts, strict=True)]
     # in a list, the jobs of finished runs are history: an old cluster has thousands
     queried = [{} if root is not None and read.status.get("state") == "finished" else jobs

@@ -74,6 +74,8 @@ class Run:
     flops: StepFlops
     peak_flops: float | None
     """Of all devices together, where known."""
+    worst_batch_gib: float | None = None
+    """The peak memory of this rank's device over the worst batch, before step 1; None where it is not measured."""
     step: int = 0
     """Finished steps."""
     totals: RunTotals = field(default_factory=RunTotals)

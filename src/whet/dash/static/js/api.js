@@ -2,10 +2,7 @@
 
 let session = null;
 
-export async function openSession() {
-  session = await getJson("/api/session");
-  return session;
-}
+export const openSession = () => (session = getJson("/api/session"));
 
 const address = (path, parameters) => {
   const query = new URLSearchParams();
@@ -41,7 +38,7 @@ export async function postJson(path, body, signal) {
 }
 
 export async function post(path, body, signal) {
-  const headers = { "content-type": "application/json", "x-whet-csrf": session.csrf };
+  const headers = { "content-type": "application/json", "x-whet-csrf": (await session).csrf };
   try {
     return await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
   } catch (error) {

@@ -24,7 +24,7 @@ const short = (value) => {
 const WHOLE = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((unit) => unit * 10 ** power)).flat();
 
 // lines: {name, x, y, step, color, kind: "dots" | "line" | "marks", of}
-// options: {title, unit, axis, log, small, events, onPick(step), onZoom(low, high)}
+// options: {title, unit, axis, log, small, legend, events, onPick(step), onZoom(low, high)}
 export class CurveChart {
   constructor(options) {
     this.options = options;
@@ -35,7 +35,7 @@ export class CurveChart {
       class: `chart live-chart${options.small ? " small" : ""}`, tabindex: 0, "data-chart": options.id,
       role: "group", "aria-label": `${options.title}. Arrow keys move over steps, Enter opens one.`,
       onkeydown: (event) => this.key(event),
-    }, h("figcaption", {}, h("b", {}, options.title), this.legend, this.output), this.plot);
+    }, h("figcaption", {}, h("b", {}, options.title, ["", "share", undefined].includes(options.unit) ? null : ` (${options.unit})`), this.legend, this.output), this.plot);
     this.lines = [];
     this.events = [];
     this.resize = new ResizeObserver(() => this.fit());
@@ -112,7 +112,7 @@ export class CurveChart {
   }
 
   describe() {
-    replace(this.legend, this.lines.length > 1 || !this.options.small
+    replace(this.legend, this.options.legend !== false && (!this.options.small || new Set(this.lines.map(({ key, name }) => key ?? name)).size > 1)
       ? this.lines.filter(({ hidden }) => !hidden).map((line) =>
         h("span", { class: `key ${line.kind}`, style: { "--own": line.color } }, line.name)) : []);
   }
@@ -214,7 +214,7 @@ export function linesOf(chart, axis) {
           kind: "line", key: series.key, axis, smooth: true });
       }
     } else {
-      lines.push({ name: series.key === "val_loss" ? "validation" : name, x: series.x, y: series.y,
+      lines.push({ name: series.key.startsWith("val_") && !series.key.includes("/") ? "validation" : name, x: series.x, y: series.y,
         color: marks ? seriesColor(marks + 1) : color("--validation"), kind: "marks", key: series.key, axis });
       marks += 1;
     }

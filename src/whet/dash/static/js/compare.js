@@ -21,7 +21,7 @@ export async function show(main, place) {
   const go = (names) => { location.hash = `#/compare?${names.map((name) => `run=${encodeURIComponent(name)}`).join("&")}`; };
   const chips = h("div", { class: "controls" }, chosen.map((name, i) => h("span", { class: "chip picked" },
     h("i", { class: "dot", style: { background: seriesColor(i) } }), h("a", { href: runLink(name.split("@")[0]) }, name),
-    h("button", { type: "button", class: "remove", "aria-label": `Remove ${name}`, onclick: () => go(chosen.filter((each) => each !== name)) }, "✕"))), picker);
+    h("button", { type: "button", class: "remove", "aria-label": `Remove ${name}`, onclick: () => go(chosen.filter((each) => each !== name)) }, "✕"))), runs.length ? picker : null);
   if (chosen.length < 2) {
     replace(main, h("h1", {}, "Compare"), chips, h("div", { class: "empty" },
       h("h2", {}, chosen.length ? "One more run" : "Choose two runs or more"),
@@ -46,7 +46,7 @@ export async function show(main, place) {
         kind: series.kind === "step" ? "line" : "marks", hidden: series.kind !== "step" && chart.series.length > 1,
       })) : []));
       if (!drawn.has(id)) {
-        const chart = new CurveChart({ id, title: first.title, unit: first.unit, small: id !== "loss" });
+        const chart = new CurveChart({ id, title: first.title, unit: first.unit, small: id !== "loss", legend: id === "loss" });
         drawn.set(id, chart);
       }
       Object.assign(drawn.get(id).options, { axis: view.axis, log: view.log });

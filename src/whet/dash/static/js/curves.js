@@ -3,6 +3,7 @@
 import { getJson } from "./api.js";
 import { CurveChart, linesOf } from "./chart.js";
 import { choice, h, replace, section } from "./dom.js";
+import * as format from "./format.js";
 
 const RELOAD_AFTER = 300; // points that were added one by one, before the server chooses new ones
 
@@ -20,6 +21,7 @@ export class Curves {
     this.place = h("div", {});
     this.progress = h("p", { class: "note", hidden: true }, "Reading metrics.jsonl …");
     this.reset = h("button", { type: "button", hidden: true, onclick: () => this.zoom(null, null) }, "Reset zoom");
+    this.amount = h("output", {});
     this.slider = h("input", {
       type: "range", min: 0, max: 0.99, step: 0.01,
       onchange: () => { this.view.smoothing = Number(this.slider.value); this.reload(); },
@@ -28,7 +30,7 @@ export class Curves {
       h("div", { class: "controls" },
         choice("Horizontal axis", [["step", "step"], ["tokens", "tokens"], ["time", "time"]], "step",
           (axis) => { Object.assign(this.view, { axis, low: null, high: null }); this.reload(); }),
-        h("label", {}, "smoothing", this.slider),
+        h("label", {}, "smoothing", this.slider, this.amount),
         h("label", {}, h("input", { type: "checkbox", onchange: (event) => { this.view.log = event.target.checked; this.reload(); } }), "log scale"),
         this.reset, h("span", { class: "soft end" }, "Click a point: its conversations. Drag: zoom.")),
       this.progress, this.place);
@@ -46,6 +48,7 @@ export class Curves {
     this.grown = 0;
     this.answer = answer;
     this.slider.value = answer.smoothing;
+    this.amount.textContent = format.number(answer.smoothing, 2);
     this.draw(answer);
     this.progress.hidden = answer.complete;
     if (!answer.complete) this.timer = setTimeout(() => this.reload(), 400);

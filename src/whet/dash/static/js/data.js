@@ -54,14 +54,14 @@ export async function show(main, place) {
     replace(twins, h("p", { class: "note" }, "Comparing …"));
     await guarded(twins, async () => {
       const found = await getJson("/api/data/duplicates", { run: view.run, use: view.use });
-      replace(twins, h("p", { class: "note" }, `${format.count(found.found)} pairs share at least 80 % of their runs of five tokens, among ${format.count(found.compared)} of ${format.count(found.total)} conversations.`),
+      replace(twins, h("p", { class: "note found" }, `${found.found === 1 ? "1 pair" : `${format.count(found.found)} pairs`} among ${format.count(found.compared)} of ${format.count(found.total)} conversations.`),
         found.pairs.map((pair) => h("details", {}, h("summary", {}, `${format.share(pair.similarity)} alike: ${pair.documents.map((each) => `${each.source}:${each.line}`).join(" and ")}`),
           h("div", { class: "twins" }, pair.documents.map((each) => conversation(each))))));
     });
   }
   replace(main, h("h1", {}, "Data"), h("div", { class: "controls" }, select,
     choice("Part", [["train", "training"], ["validation", "validation"]], "train", (use) => { view.use = use; open(); }), search), shapes,
-  section("Near-duplicates", null, h("button", { type: "button", onclick: findTwins }, "Find near-duplicates"), twins), section("Conversations", null, list));
+  section("Near-duplicates", "Pairs that share at least 80 % of their sequences of five tokens.", h("button", { type: "button", onclick: findTwins }, "Find near-duplicates"), twins), section("Conversations", null, list));
   await open();
   return undefined;
 }

@@ -91,17 +91,26 @@ export function prompts(found) {
   }));
 }
 
+const MEASURES = [
+  ["time", "seconds", format.seconds], ["device time", "device_hours", format.hours], ["peak memory", "peak_gib", (value) => `${format.number(value)} GiB`],
+  ["energy", "kwh", (value) => `${format.number(value)} kWh`], ["price", "money", format.number],
+];
+
 export function costs({ costs: found, checkpoints, best_checkpoint: best }) {
-  const { counted, predicted } = found ?? {};
-  if (!counted && !predicted && !checkpoints?.length) return null;
-  const row = (name, key, show) => (counted?.[key] === null || counted?.[key] === undefined) && (predicted?.[key] === null || predicted?.[key] === undefined) ? null
-    : [name, predicted ? show(predicted[key]) : "–", counted ? show(counted[key]) : "–"];
-  const rows = [row("time", "seconds", format.seconds), row("device hours", "device_hours", format.hours), row("energy", "kwh", (value) => (value === null ? "–" : `${format.number(value)} kWh`)),
-    row("price", "money", (value) => (value === null ? "–" : format.number(value)))].filter(Boolean);
-  return section("Predicted and counted", rows.length ? "Of the whole run, all starts together; predicted after the first steps." : null,
-    rows.length ? table(["", "predicted", "counted"], rows) : null,
+  const { predicted = {}, measured = {} } = found ?? {};
+  const known = (value) => value !== null && value !== undefined;
+  const rows = MEASURES.filter(([, key]) => known(predicted[key]) || known(measured[key])).map(([name, key, show]) => {
+    const both = known(predicted[key]) && known(measured[key]) && predicted[key] > 0;
+    return [name, known(predicted[key]) ? show(predicted[key]) : "–", known(measured[key]) ? show(measured[key]) : "–",
+      both ? signed(measured[key] / predicted[key] - 1) : "–"];
+  });
+  if (!rows.length && !checkpoints?.length) return null;
+  return section("Predicted and measured", rows.length ? "Time of the whole run, all starts together, is predicted after the first steps; memory by the worst batch before step 1, on a GPU." : null,
+    rows.length ? table(["", "predicted", "measured", "difference"], rows) : null,
     checkpoints?.length ? h("p", { class: "note checkpoints" }, "Checkpoints: ", checkpoints.map((step) => chip(`${format.count(step)}${best === `step-${String(step).padStart(6, "0")}` ? " best" : ""}`))) : null);
 }
+
+const signed = (share) => `${share < 0 ? "−" : "+"}${format.share(Math.abs(share))}`;
 
 export function configuration(text) {
   return text ? h("section", {}, h("details", {}, h("summary", {}, "Resolved configuration"), h("pre", {}, text))) : null;

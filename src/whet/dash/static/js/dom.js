@@ -26,14 +26,23 @@ export const section = (title, note, ...content) =>
   h("section", { id: title.toLowerCase().replaceAll(/[^a-z]+/g, "-") },
     h("h2", {}, title), note ? h("p", { class: "note" }, note) : null, content);
 
-// rows: arrays of cells; a cell is text, a number or an element
-export const table = (head, rows, attributes) =>
-  h("table", attributes,
-    h("thead", {}, h("tr", {}, head.map((title) => h("th", { scope: "col" }, title)))),
-    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, i) => {
-      const title = head[i];
-      return h("td", { "data-label": typeof title === "string" ? title : title.textContent }, cell ?? "–");
-    })))));
+const NUMBER = /^([<>−+-]?[\d.,]+(e-?\d+)?( ?[A-Za-z%/]{1,5}| min \d\d s| h \d\d min| \([\d.]+%\))?|–)?$/;
+
+// rows: arrays of cells, or elements; a cell is text, a number or an element. Columns of numbers end at the right.
+export const table = (head, rows, attributes) => {
+  const titles = head.map((title) => (typeof title === "string" ? title : title.textContent));
+  const made = rows.map((row) => (Array.isArray(row) ? tableRow(titles, row) : row));
+  const heads = head.map((title) => h("th", { scope: "col" }, title));
+  heads.forEach((each, i) => {
+    const column = made.map((row) => row.children[i]);
+    const isNumbers = column.length > 0 && column.every((cell) => NUMBER.test(cell?.textContent)) && column.some((cell) => /\d/.test(cell.textContent));
+    [each, ...column].forEach((cell) => cell?.classList.toggle("num", isNumbers));
+  });
+  return h("table", attributes, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, made));
+};
+
+export const tableRow = (titles, cells) =>
+  h("tr", {}, cells.map((cell, i) => h("td", { "data-label": titles[i] }, cell ?? "–")));
 
 export const facts = (values) =>
   h("dl", { class: "facts" }, Object.entries(values)

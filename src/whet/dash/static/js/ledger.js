@@ -4,7 +4,9 @@ import { getJson } from "./api.js";
 import { h, replace, section, svg, table } from "./dom.js";
 import * as format from "./format.js";
 
-const WIDTH = 900;
+// Where the branches begin and end. On a phone, sources stand above their branches.
+const WIDE = { width: 900, from: 230, to: 560, above: 0 };
+const NARROW = { width: 400, from: 4, to: 150, above: 38 };
 const COLORS = { kept: "var(--good)", changed: "var(--validation)", dropped: "var(--bad)" };
 
 // The branches of one source: {text, count, color, outcome, reason}
@@ -47,6 +49,7 @@ export function ledger(run, sources) {
 }
 
 function flow(sources, open) {
+  const { width, from, to, above } = innerWidth < 760 ? NARROW : WIDE;
   const total = Math.max(1, sources.reduce((sum, { total: all }) => sum + (all ?? 0), 0));
   const gap = 10;
   const shown = sources.map((source) => ({ source, parts: branches(source) })).filter(({ parts }) => parts.length);
@@ -58,27 +61,31 @@ function flow(sources, open) {
   for (const { source, parts } of shown) {
     const space = parts.reduce((sum, { count }) => sum + Math.max(18, thick(count)) + gap, 0);
     const whole = parts.reduce((sum, { count }) => sum + thick(count), 0);
+    const name = above ? { x: from, y: right } : { x: from - 10, y: right + (space - gap) / 2 - 2, "text-anchor": "end" };
+    right += above;
     let left = right + (space - gap - whole) / 2;
-    content.push(svg("rect", { x: 230, y: left, width: 8, height: whole, fill: "var(--accent)", rx: 2 }),
-      svg("text", { x: 220, y: left + whole / 2 - 2, "text-anchor": "end" }, short(source.name)),
-      svg("text", { x: 220, y: left + whole / 2 + 13, "text-anchor": "end", class: "soft" }, `${source.use}, ${format.count(source.total)} in`));
+    content.push(svg("rect", { x: from, y: left, width: 8, height: whole, fill: "var(--accent)", rx: 2 }),
+      svg("text", name, short(source.name)),
+      svg("text", { ...name, y: name.y + 15, class: "soft" }, `${source.use}, ${format.count(source.total)} in`));
     for (const part of parts) {
       const height = thick(part.count);
       const room = Math.max(18, height);
       const y = right + (room - height) / 2;
-      const path = svg("path", { d: ribbon(238, left, 560, y, height), fill: part.color });
-      const label = [
-        svg("rect", { x: 560, y, width: 8, height, fill: part.color, rx: 2 }),
-        svg("text", { x: 578, y: y + height / 2 + 4 }, part.text, svg("tspan", { class: "soft" }, `  ${format.count(part.count)}`)),
-      ];
       const act = (event) => { event.preventDefault(); open(part); };
-      content.push(part.outcome ? svg("a", { href: "#", role: "button", "aria-label": `Lines: ${part.text}, ${part.count}`, onclick: act }, path, label) : svg("g", {}, path, label));
+      const path = svg("path", { d: ribbon(from + 8, left, to, y, height), fill: part.color, onclick: part.outcome ? act : null });
+      const label = [
+        svg("rect", { x: to, y: right, width: width - to, height: room, fill: "transparent" }), // easier to click than a line
+        svg("rect", { x: to, y, width: 8, height, fill: part.color, rx: 2 }),
+        svg("text", { x: to + 18, y: y + height / 2 + 4 }, part.text, svg("tspan", { class: "soft" }, `  ${format.count(part.count)}`)),
+      ];
+      content.push(svg("g", { class: part.outcome ? "branch" : null }, path,
+        part.outcome ? svg("a", { href: "#", role: "button", "aria-label": `Lines: ${part.text}, ${part.count}`, onclick: act }, label) : label));
       left += height;
       right += room + gap;
     }
     right += 12;
   }
-  return svg("svg", { class: "flow", viewBox: `0 0 ${WIDTH} ${right}`, role: "group", "aria-label": "What became of every conversation" }, content);
+  return svg("svg", { class: "flow", viewBox: `0 0 ${width} ${right}`, role: "group", "aria-label": "What became of every conversation" }, content);
 }
 
 const short = (text) => (text.length > 30 ? `…${text.slice(-29)}` : text);

@@ -54,9 +54,9 @@ addEventListener("unhandledrejection", (event) => {
   event.preventDefault();
 });
 try {
-  const session = await openSession();
-  document.querySelector("#root").textContent = session.root;
-  await show();
+  const shown = show(); // buttons need the session, the first look does not
+  document.querySelector("#root").textContent = (await openSession()).root;
+  await shown;
 } catch (error) {
   replace(main, h("section", {}, h("h2", {}, "whet dash does not answer"), h("p", { class: "bad" }, error.message)));
 }

@@ -1,10 +1,10 @@
 // The list of runs: filter, sort, select for comparison; rows change while runs go on.
 
 import { getJson, listen } from "./api.js";
-import { chip, h, replace, section, table } from "./dom.js";
+import { chip, h, replace, section, table, tableRow } from "./dom.js";
 import * as format from "./format.js";
 
-const MAX_ROWS = 500;
+const FIRST_ROWS = 100; // more on request: a browser takes a millisecond for each
 const COLUMNS = [
   { id: "name", title: "run", sort: (run) => run.name },
   { id: "state", title: "state", sort: (run) => run.state },
@@ -12,10 +12,12 @@ const COLUMNS = [
   { id: "loss", title: "loss", sort: (run) => run.loss ?? Infinity },
   { id: "best", title: "best", sort: (run) => run.best ?? Infinity },
   { id: "tokens", title: "tokens", sort: (run) => run.tokens ?? -1 },
-  { id: "hours", title: "device hours", sort: (run) => run.device_hours ?? -1 },
+  { id: "hours", title: "device time", sort: (run) => run.device_hours ?? -1 },
   { id: "speed", title: "tokens/s", sort: (run) => run.tokens_per_s ?? -1 },
   { id: "age", title: "last sign", sort: (run) => run.last_sign ?? 0 },
 ];
+
+const TITLES = COLUMNS.map(({ title }) => title);
 
 export const runLink = (name) => `#/run/${name.split("/").map(encodeURIComponent).join("/")}`;
 export const stateBadge = (state) => h("span", { class: `state ${state}` }, state);
@@ -32,7 +34,8 @@ export async function show(main) {
   const answer = await getJson("/api/runs");
   const runs = new Map(answer.runs.map((run) => [run.name, run]));
   const selected = new Set();
-  const view = { text: "", state: "", by: "age", down: true };
+  const view = { text: "", state: "", by: "age", down: true, rows: FIRST_ROWS };
+  const made = new Map(); // the rows in the page: one that has not changed is made once
 
   const search = h("input", {
     type: "search", placeholder: "Filter by name, tag, project, host", "aria-label": "Filter the runs",
@@ -61,6 +64,12 @@ export async function show(main) {
   }
 
   function row(run) {
+    const text = JSON.stringify([run, format.age(run.last_sign)]);
+    if (made.get(run.name)?.text !== text) made.set(run.name, { text, element: tableRow(TITLES, cells(run)) });
+    return made.get(run.name).element;
+  }
+
+  function cells(run) {
     const box = h("input", {
       type: "checkbox", "aria-label": `Select ${run.name}`, onchange: () => {
         if (box.checked) selected.add(run.name); else selected.delete(run.name);
@@ -113,10 +122,9 @@ export async function show(main) {
         h("p", { class: "note" }, "New here? whet demo fine-tunes a small real model in a few minutes.")));
       return;
     }
-    const shown = found.slice(0, MAX_ROWS);
-    replace(list, table(head, shown.map(row), { class: "runs" }),
+    replace(list, table(head, found.slice(0, view.rows).map(row), { class: "runs" }),
       found.length ? null : h("p", { class: "note" }, "No run matches."),
-      found.length > shown.length ? h("p", { class: "note" }, `… and ${found.length - shown.length} more: filter them`) : null);
+      found.length > view.rows ? h("button", { type: "button", onclick: () => { view.rows = Infinity; draw(); } }, `Show all ${format.count(found.length)}`) : null);
     const problems = [...runs.values()].flatMap((run) =>
       [...(run.note && ["stalled", "failed", "killed", "unreachable"].includes(run.state) ? [`${run.name}: ${run.note}`] : []),
         ...run.problems]);

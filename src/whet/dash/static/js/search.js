@@ -5,7 +5,6 @@ import { h, replace, section, svg, table } from "./dom.js";
 import * as format from "./format.js";
 import { runLink } from "./runs.js";
 
-const WIDTH = 1100;
 const HEIGHT = 320;
 
 export async function show(main, place) {
@@ -42,7 +41,7 @@ export async function show(main, place) {
 }
 
 const names = (found) => [...new Set(found.trials.flatMap(({ values }) => Object.keys(values)))];
-const shortName = (name) => name.split(".").slice(-1)[0];
+const shortName = (name) => name.split(".").slice(-2).join(".");
 const show_ = (value) => (typeof value === "number" ? format.number(value) : String(value));
 
 function ranked(found) {
@@ -56,7 +55,8 @@ function parallel(found, best) {
   const reached = found.trials.filter(({ value }) => value !== null);
   if (!reached.length || !keys.length) return h("p", { class: "note" }, "No trial has reached a rung yet.");
   const axes = [...keys.map((key) => axis(shortName(key), reached.map(({ values }) => values[key]))), axis(found.metric, reached.map(({ value }) => value))];
-  const x = (i) => 60 + (i * (WIDTH - 150)) / Math.max(1, axes.length - 1);
+  const width = innerWidth < 760 ? 150 + 160 * (axes.length - 1) : 1100; // on a phone it scrolls
+  const x = (i) => 70 + (i * (width - 150)) / Math.max(1, axes.length - 1);
   const y = (share) => 30 + (1 - share) * (HEIGHT - 60);
   const lines = reached.map((trial) => {
     const places = [...keys.map((key, i) => (key in trial.values ? [x(i), y(axes[i].place(trial.values[key]))] : null)), [x(keys.length), y(axes.at(-1).place(trial.value))]].filter(Boolean);
@@ -64,12 +64,13 @@ function parallel(found, best) {
     const drawn = svg("path", { class: kind, d: `M${places.map(([a, b]) => `${a.toFixed(1)} ${b.toFixed(1)}`).join("L")}` }, svg("title", {}, `trial ${trial.number}: ${format.loss(trial.value)}`));
     return [kind === "best" ? 2 : kind === "complete" ? 1 : 0, trial.run ? svg("a", { href: runLink(trial.run), "aria-label": `Trial ${trial.number}` }, drawn) : drawn];
   }).sort((a, b) => a[0] - b[0]).map(([, element]) => element);
-  return svg("svg", { class: "parallel", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "group", "aria-label": `${reached.length} trials by their parameters` }, lines,
+  const drawing = svg("svg", { class: "parallel", viewBox: `0 0 ${width} ${HEIGHT}`, style: { "min-width": innerWidth < 760 ? `${width}px` : "0" }, role: "group", "aria-label": `${reached.length} trials by their parameters` }, lines,
     axes.map((each, i) => svg("g", {}, svg("line", { x1: x(i), x2: x(i), y1: y(0), y2: y(1) }), svg("text", { x: x(i), y: 14, "text-anchor": "middle", class: "head" }, each.name),
       each.ticks.map(([share, text]) => svg("text", { x: x(i) + 6, y: y(share) + 4 }, text)))));
+  return h("div", { class: "scrolling", tabindex: 0 }, drawing);
 }
 
-// Numbers over more than two orders of magnitude are placed by their logarithm; words in order.
+// Numbers over more than an order of magnitude are placed by their logarithm; words in order.
 function axis(name, values) {
   const known = values.filter((value) => value !== undefined && value !== null);
   if (known.some((value) => typeof value !== "number")) {
@@ -78,7 +79,7 @@ function axis(name, values) {
     return { name, place, ticks: words.map((word) => [place(word), word]) };
   }
   const [low, high] = [Math.min(...known), Math.max(...known)];
-  const log = low > 0 && high / low > 100;
+  const log = low > 0 && high / low > 10;
   const place = (value) => (high === low ? 0.5 : log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low));
   return { name: log ? `${name} (log)` : name, place, ticks: high === low ? [[0.5, format.number(low)]] : [[0, format.number(low)], [1, format.number(high)]] };
 }
