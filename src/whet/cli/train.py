@@ -68,7 +68,9 @@ def train(
     try:
         with raise_on_stop_signals():  # from here on: imports take seconds, too
             from whet.config import is_data_file, read_config
+            from whet.core.resources import begin_cuda_context
             from whet.core.run_folder import move_run_aside, read_status
+            from whet.data.prepare.workers import fork_lock
             from whet.model.load.weight_files import prefetch_weights
 
             if is_data_file(recipe):
@@ -78,6 +80,7 @@ def train(
             else:
                 config = read_config(recipe, overrides or [])
             prefetch_weights(config.model.path, config.model.revision)
+            begin_cuda_context(fork_lock)
             with import_without_gc():  # after the recipe is read: a mistake in it is reported at once
                 from whet.run import trial
                 from whet.run.lifecycle import run_training

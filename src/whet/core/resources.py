@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from whet.core.launch_env import cpus_of_task, local_world_size
+from whet.core.launch_env import cpus_of_task, local_rank, local_world_size
 
 
 def available_cores() -> int:
@@ -39,6 +41,29 @@ def device_count() -> int:
     import torch
 
     return max(1, torch.accelerator.device_count())
+
+
+def begin_cuda_context(lock: threading.Lock) -> threading.Thread | None:
+    """Create the CUDA context of this process's GPU in the background, holding `lock`; None without a driver.
+
+    torch uses the same one, the primary context, and would create it after it was imported, which takes as long as this
+    does. The driver's functions release the interpreter. What fails here fails again in torch, which tells why.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does, before the driver starts
+
+    def create() -> None:
+        count, context = ctypes.c_int(0), ctypes.c_void_p()
+        with lock:
+            if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value:
+                driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), local_rank() % count.value)
+
+    thread = threading.Thread(target=create, name="create the CUDA context", daemon=True)
+    thread.start()
+    return thread
 
 
 @functools.cache
