@@ -136,16 +136,16 @@ class Driver:
     def __init__(self, code: int = 0) -> None:
         self.code, self.calls = code, list[Any]()
 
-    def cuInit(self, flags: int) -> int:
+    def cuInit(self, flags: int) -> int:  # noqa: N802 - the names of the library
         self.calls.append("init")
         assert model_builder.fork_lock.locked()
         return self.code
 
-    def cuDeviceGetCount(self, count: Any) -> int:
+    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
         count._obj.value = 3
         return 0
 
-    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:  # noqa: N802
         self.calls.append(device)
         return 0
 
