@@ -101,6 +101,7 @@ def test_a_stop_request_while_loading_is_not_reported_as_a_bad_checkpoint(
     monkeypatch.setattr(SafeStorageReader, "read_data", stop)
     with pytest.raises(StopRequested):
         load_checkpoint(path, model, optimizer, ALONE)
+    monkeypatch.setattr(SafeStorageReader, "_read_chunk", stop)
     with pytest.raises(StopRequested):  # the way an export reads
         CheckpointWeights(path).read("weight", torch.float32)
 

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from whet.checkpoint import directory
+from whet.checkpoint.dcp_storage import SafeStorageReader
 from whet.checkpoint.load import load_checkpoint
 from whet.core.distributed import Ranks
 
@@ -26,6 +29,28 @@ def run(processes: int, *arguments: str) -> str:
     return done.stdout
 
 
+def test_a_tensor_in_several_chunks_is_read_whole(tmp_path: Path) -> None:
+    """Two tensors of one process stand for the shards of two."""
+    halves = {"upper": torch.arange(6.0).view(2, 3), "lower": torch.arange(6.0, 15.0).view(3, 3)}
+    dcp.save(halves, checkpoint_id=tmp_path, no_dist=True)
+    reader = SafeStorageReader(tmp_path)
+    metadata, chunks = reader.read_metadata(), []
+    for name, row in (("upper", 0), ("lower", 2)):
+        offsets = torch.Size([row, 0])
+        chunks.append(ChunkStorageMetadata(offsets, halves[name].size()))
+        metadata.storage_data[MetadataIndex("whole", offsets)] = metadata.storage_data[
+            MetadataIndex(name, torch.Size([0, 0]))
+        ]
+    metadata.state_dict_metadata["whole"] = TensorStorageMetadata(
+        metadata.state_dict_metadata["upper"].properties, torch.Size([5, 3]), chunks
+    )
+    for _ in range(2):  # the second time its layout is known
+        reader.read_tensor("whole", whole := torch.empty(5, 3))
+        assert torch.equal(whole, torch.arange(15.0).view(5, 3))
+    with pytest.raises(ValueError, match="upper"):
+        reader.read_tensor("upper", torch.empty(2, 4))
+
+
 @pytest.mark.slow
 def test_shards_of_two_ranks_load_on_two_three_and_one(tmp_path: Path) -> None:
     run(2, str(tmp_path), "save")
@@ -37,6 +62,10 @@ def test_shards_of_two_ranks_load_on_two_three_and_one(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7))
     load_checkpoint(tmp_path / "step-000003", model, None, Ranks(0, 1, torch.device("cpu")))
     assert all(torch.equal(parameter, saved[name]) for name, parameter in model.named_parameters())
+    reader = SafeStorageReader(tmp_path / "step-000003" / "model")
+    for name, parameter in model.named_parameters():  # one at a time, as an export reads
+        reader.read_tensor(name, one := torch.empty_like(parameter))
+        assert torch.equal(one, parameter)
     manifest = json.loads((tmp_path / "step-000003" / "manifest.json").read_text())
     assert manifest["world"] == 2
     assert {name.split("/")[1].split("_")[2] for name in manifest["files"] if name.endswith("distcp")} == {"0", "1"}

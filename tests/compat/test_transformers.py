@@ -79,6 +79,19 @@ def test_plain_weights_keep_their_names_in_files(private: ModuleType, config: An
     assert private.to_checkpoint_tensors(model, name, weight).keys() == {name}
 
 
+def test_fused_experts_are_separate_in_files_each_time(private: ModuleType) -> None:
+    shape = MixtralConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=16, num_local_experts=2,
+    )  # fmt: skip
+    model = MixtralForCausalLM(shape)
+    fused = {name: weight for name, weight in model.named_parameters() if name.endswith("experts.gate_up_proj")}
+    for _ in range(2):  # what is known of a model is kept
+        for name, weight in fused.items():
+            assert len(private.to_checkpoint_tensors(model, name, weight)) == 4  # gate and up of two experts
+    assert fused
+
+
 def test_rope_frequencies_of_llama_3(private: ModuleType, config: Any) -> None:
     config.rope_parameters = {
         "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

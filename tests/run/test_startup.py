@@ -22,7 +22,9 @@ import forkserver
 from whet.config import Config, read_config
 from whet.core.errors import WhetError
 from whet.core.run_folder import RunFolder
+from whet.data.prepare.workers import notify_waiting
 from whet.model.load.builtin_models import builtin_folder
+from whet.run import data as run_data
 from whet.run import model_builder
 from whet.run.data import prepare_data
 from whet.run.model_builder import BackgroundModelLoader
@@ -108,6 +110,23 @@ def test_where_data_and_model_are_both_wrong_the_data_is_reported(
     assert re.match(r"model\.path: the model of .* cannot be loaded", json.loads(ended.out)["error"])
     assert "Traceback" not in ended.err
     assert not (tmp_path / "run").exists()
+
+
+def test_the_model_is_loaded_once_no_store_but_the_last_is_left_to_prepare(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread holds the lock that forking takes: workers for another store would wait for the whole model."""
+    seen: list[str] = []
+    prepare_store = run_data.prepare_store
+
+    def noted(config: Any, sources: Any, use: str, *more: Any) -> Any:
+        seen.append(use)
+        notify_waiting()  # as if workers had been forked
+        return prepare_store(config, sources, use, *more)
+
+    monkeypatch.setattr(run_data, "prepare_store", noted)
+    prepare_data(config_of(recipe, tmp_path), while_waiting=lambda: seen.append("model"))
+    assert seen == ["validation", "train", "model", "model"]
 
 
 def test_a_model_that_is_no_longer_needed_is_abandoned_at_once(

@@ -72,11 +72,16 @@ def run_benchmark(
     return result
 
 
-def _prepare_folder(settings: BenchSettings, out: Path, overrides: Sequence[str]) -> Config:
-    """Write whet's recipe into a new folder, or that of an earlier benchmark, and read it as `whet train` will."""
+def open_output_folder(out: Path) -> None:
+    """Create --out, or take the folder of an earlier benchmark."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "bench.json").exists())):
         raise WhetError(f"--out {out}: the folder has other files than a benchmark's. Give a new or empty one")
     out.mkdir(parents=True, exist_ok=True)
+
+
+def _prepare_folder(settings: BenchSettings, out: Path, overrides: Sequence[str]) -> Config:
+    """Write whet's recipe into a new folder, or that of an earlier benchmark, and read it as `whet train` will."""
+    open_output_folder(out)
     write_json(out / "bench.json", {"finished": False, "terms": asdict(settings), "overrides": list(overrides)})
     recipe = out / "whet.yaml"
     head = " ".join(["# whet train", str(recipe), "--dry-run", *overrides])
@@ -130,7 +135,7 @@ def _run_whet(contender: Contender, out: Path, overrides: Sequence[str]) -> tupl
     """`whet train --dry-run`, which saves no weights; the numbers come from its metrics.jsonl."""
     command = [contender.python, "-m", "whet", "train", str(out / "whet.yaml"), *overrides, "--dry-run", "--json"]
     ended = child_process.run_process(command, out / "whet.log", contender.environment())
-    _require_success(ended, out / "whet.log", _json_error(ended.out))
+    require_success(ended, out / "whet.log", json_error(ended.out))
     run = Path(json.loads(ended.out)["run"])
     lines = [line for line in read_json_lines(run / "metrics.jsonl")[0] if "step_s" in line]
     before = [{"tokens": 0, "supervised_tokens": 0}, *lines]
@@ -166,7 +171,7 @@ def _run_peer(
     command = [contender.python, str(contender.script), str(settings_file)]
     ended = child_process.run_process(command, out / f"{name}.log", contender.environment())
     found: dict[str, Any] = read_json(result) if result.exists() else {}
-    _require_success(ended, out / f"{name}.log", found.get("error"))
+    require_success(ended, out / f"{name}.log", found.get("error"))
     return ended.began, found | {"config": f"{name}.yaml"}
 
 
@@ -182,13 +187,14 @@ def _write_weight_files(settings: BenchSettings, inputs: BenchInputs, out: Path)
         raise RunFailedError(f"random weights could not be written: {child_process.last_log_line(out / 'weights.log')}")
 
 
-def _require_success(ended: child_process.ProcessResult, log: Path, error: str | None) -> None:
+def require_success(ended: child_process.ProcessResult, log: Path, error: str | None) -> None:
+    """Raise a ContenderError if a process failed: with its error, if it wrote one, or the last line of its log."""
     if ended.code or error:
         died = f"killed by {ended.killed_by}" if ended.killed_by else None
         raise ContenderError(error or died or child_process.last_log_line(log) or f"exit code {ended.code}")
 
 
-def _json_error(out: str) -> str | None:
+def json_error(out: str) -> str | None:
     """The error that `whet train --json` printed."""
     try:
         error = json.loads(out).get("error")
@@ -210,4 +216,9 @@ def _add_ratios(result: dict[str, Any]) -> None:
         if ours["speed"] and peer["speed"]:
             peer["ratio"] = ours["speed"]["tokens_per_s"] / peer["speed"]["tokens_per_s"]
     result["finished"] = True
-    result["exit_code"] = ExitCode.DONE if ours["state"] == "measured" else ExitCode.FAILED
+    result["exit_code"] = exit_code(ours)
+
+
+def exit_code(ours: dict[str, Any]) -> ExitCode:
+    """It depends on whet's own run only."""
+    return ExitCode.DONE if ours["state"] == "measured" else ExitCode.FAILED

@@ -9,7 +9,7 @@ import pickle
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -90,6 +90,11 @@ class SafeStorageReader(FileSystemReader):
     """FileSystemReader with a restricted unpickler. It reads several files in parallel, and each tensor straight into
     one reused buffer; torch's own holds two copies of every tensor."""
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._layouts: dict[MetadataIndex, Tensor] = {}
+        """Fake tensors: an export reads every tensor three times."""
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         files: defaultdict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
@@ -112,27 +117,48 @@ class SafeStorageReader(FileSystemReader):
         buffer = torch.empty(0, dtype=torch.uint8)
         with path.open("rb", buffering=0) as file:
             for item in items:
-                stored = self.storage_data[item.storage_index]
-                if stored.transform_descriptors:
-                    raise WhetError(
-                        f"{path}: compressed or encrypted by {stored.transform_descriptors}, which whet cannot read"
-                    )
                 if item.type == LoadItemType.BYTE_IO:
                     raise _pickled_entry_error(Path(self.path), item.storage_index.fqn)
-                part = _FileSlice(file, stored.offset, stored.length)
-                with _FAKE_MODE_LOCK:
-                    fake = load_as_fake(part)  # shape, dtype, strides and file offset, without the data
-                if fake.untyped_storage().nbytes() > stored.length:
-                    raise ValueError(f"{item.storage_index.fqn}: larger than its place in the file")
-                if len(buffer) < fake.untyped_storage().nbytes():
-                    buffer = torch.empty(fake.untyped_storage().nbytes(), dtype=torch.uint8)
-                window = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-                tensor = _read_storage(fake, part, buffer)[window]
+                stored, buffer = self._read_stored(path, file, item.storage_index, buffer)
                 target = planner.resolve_tensor(item).detach()
-                if target.shape != tensor.shape:
-                    raise ValueError(f"{item.storage_index.fqn}: {tuple(tensor.shape)}, not {tuple(target.shape)}")
-                target.copy_(tensor)
+                _copy(stored[_window(item.storage_offsets, item.lengths)], target, item.storage_index.fqn)
                 planner.commit_tensor(item, target)
+
+    def read_tensor(self, name: str, target: Tensor) -> None:
+        """Read one tensor. torch's loader plans the whole checkpoint for it, which takes longer than reading."""
+        entry = self._metadata.state_dict_metadata[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            raise _pickled_entry_error(Path(self.path), name)
+        if target.shape != entry.size:
+            raise ValueError(f"{name}: {tuple(entry.size)}, not {tuple(target.shape)}")
+        for chunk in entry.chunks:
+            self._read_chunk(MetadataIndex(name, chunk.offsets), target[_window(chunk.offsets, chunk.sizes)])
+
+    def _read_chunk(self, index: MetadataIndex, target: Tensor) -> None:
+        path = Path(self.path) / self._metadata.storage_data[index].relative_path
+
+        def read() -> None:
+            with path.open("rb", buffering=0) as file:
+                stored, _ = self._read_stored(path, file, index, torch.empty(0, dtype=torch.uint8))
+                _copy(stored, target, index.fqn)
+
+        read_with_retries(read, path)
+
+    def _read_stored(self, path: Path, file: IO[bytes], index: MetadataIndex, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """A tensor of a file, in the memory of the buffer, and the buffer: another one if it was too small."""
+        place = self._metadata.storage_data[index]
+        if place.transform_descriptors:
+            raise WhetError(f"{path}: compressed or encrypted by {place.transform_descriptors}, which whet cannot read")
+        part = _FileSlice(file, place.offset, place.length)
+        with _FAKE_MODE_LOCK:
+            if index not in self._layouts:  # shape, dtype, strides and file offset, without the data
+                self._layouts[index] = load_as_fake(part)
+        layout = self._layouts[index]
+        size = layout.untyped_storage().nbytes()
+        if size > place.length:
+            raise ValueError(f"{index.fqn}: larger than its place in the file")
+        buffer = buffer if len(buffer) >= size else torch.empty(size, dtype=torch.uint8)
+        return _read_storage(layout, part, buffer), buffer
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = self._metadata
@@ -219,6 +245,16 @@ class _FileSlice(io.RawIOBase):
         count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])  # type: ignore[attr-defined]
         self._at += count
         return int(count)
+
+
+def _window(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def _copy(stored: Tensor, target: Tensor, name: str) -> None:
+    if target.shape != stored.shape:
+        raise ValueError(f"{name}: {tuple(stored.shape)}, not {tuple(target.shape)}")
+    target.copy_(stored)
 
 
 def _read_storage(fake: Tensor, part: _FileSlice, buffer: Tensor) -> Tensor:

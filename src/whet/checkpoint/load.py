@@ -108,13 +108,16 @@ class CheckpointWeights:
 
     def load_into(self, tensors: dict[str, Tensor]) -> None:
         """Read into existing tensors."""
-        try:
-            prefixed = {_MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
-            load_tensors(prefixed, self._reader)
-        except CheckpointReadError as error:
-            raise WhetError(
-                f"{self._checkpoint}: cannot read {next(iter(tensors))} ({error}). Export another checkpoint: RUN@STEP"
-            ) from error
+        for name, tensor in tensors.items():
+            try:
+                self._reader.read_tensor(_MODEL_PREFIX + name, tensor)
+            except (WhetError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # a damaged file can raise almost anything
+                raise WhetError(
+                    f"{self._checkpoint}: cannot read {name} ({type(error).__name__}). Export another checkpoint: "
+                    "RUN@STEP"
+                ) from error
 
 
 def _require_same_adapters(path: Path, then: Collection[str], now: Collection[str]) -> None:

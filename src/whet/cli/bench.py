@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command
+from whet.core.errors import UsageError
 from whet.core.files import user_path
 
 
@@ -77,8 +78,19 @@ def bench(
     tokenizer: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="A tokenizer with a chat template; default: SmolLM2's.")
     ] = None,
+    end_to_end: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RECIPE",
+            help="Compare whole runs of a recipe instead, from the command to the exported model, stage by stage; with "
+            "--peers trl beside TRL's own script. Each tool runs twice: with empty caches, then again.",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=2, help="With --end-to-end: 1 runs each tool with empty caches only.")
+    ] = 2,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Output folder; default: bench/MODEL-MODE.")
+        Path | None, typer.Option(metavar="FOLDER", help="Output folder; default: bench/MODEL-MODE, or bench/RECIPE.")
     ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
@@ -92,6 +104,7 @@ def bench(
     import torch
 
     from whet.bench.contenders import parse_peers
+    from whet.bench.end_to_end import run_end_to_end, stages_markdown
     from whet.bench.results import results_markdown
     from whet.bench.runner import run_benchmark
     from whet.bench.workload import BenchSettings
@@ -100,6 +113,16 @@ def bench(
     silence_libraries()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = accelerator.type if accelerator else "cpu"
+    if end_to_end is not None:
+        if any(option is not None for option in (data, steps, warm, precision, tokenizer)):
+            raise UsageError("--end-to-end takes everything from its recipe: change it there, or with KEY=VALUE")
+        folder = out or Path("bench") / end_to_end.stem
+        result = run_end_to_end(
+            end_to_end, overrides or [], parse_peers(peers), user_path(folder).absolute(), device, rounds
+        )
+        if not as_json:
+            print_result(stages_markdown(result), end="")
+        return result
     count = steps or (24 if accelerator else 12)
     settings = BenchSettings(
         model=model, mode=mode.value, data=data, rows=rows, length=length, steps=count,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:  # preparing data imports this module, and needs no torch
     from torch import Tensor, nn
@@ -56,7 +57,15 @@ def to_checkpoint_tensors(model: nn.Module, name: str, tensor: Tensor) -> dict[s
     transformers fuses the experts of a layer in memory only."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return dict(revert_weight_conversion(model, {name: tensor}))
+    if model not in _has_conversions:  # finding out takes longer than reading most tensors
+        nothing: dict[str, Tensor] = {}
+        _has_conversions[model] = revert_weight_conversion(model, nothing) is not nothing
+    return dict(revert_weight_conversion(model, {name: tensor})) if _has_conversions[model] else {name: tensor}
+
+
+_has_conversions: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Whether the files of a model hold its weights otherwise than its memory: then `revert_weight_conversion` returns
+another dict than it was given."""
 
 
 def rope_frequencies(config: Any, kind: str) -> Tensor:

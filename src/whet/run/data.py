@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, NoneType
@@ -34,6 +34,7 @@ from whet.data.prepare.build import (
 )
 from whet.data.prepare.store import MANIFEST, Store, find_overlap
 from whet.data.prepare.store_check import StoreCheck
+from whet.data.prepare.workers import run_while_waiting
 from whet.data.render.chat_tokenizer import ChatTokenizer, ConversationTokenizer, MarkedTextTokenizer
 from whet.model.load.tokenizer import load_tokenizer, sentencepiece_file, stop_ids, tokenizer_files, tokenizer_hashes
 from whet.tokenizer.named_templates import NAMED_TEMPLATES, set_named_template
@@ -116,17 +117,20 @@ class RunData:
 
 
 def prepare_data(
-    config: Config, today: str | None = None, trained_on: Mapping[str, str] = MappingProxyType({})
-) -> RunData:
+    config: Config, today: str | None = None, trained_on: Mapping[str, str] = MappingProxyType({}),
+    while_waiting: Callable[[], None] = lambda: None,
+) -> RunData:  # fmt: skip
     """Build or find the stores of a configuration. `today`: the date for templates that print one. `trained_on`: the
-    folders of a resumed run's stores, by use."""
+    folders of a resumed run's stores, by use. `while_waiting`: see `run_while_waiting`; called once nothing but the
+    training data is left to be prepared."""
     folders = {use: Path(folder) for use, folder in trained_on.items()}
     tokenizer = make_conversation_tokenizer(config, today)
-    train = prepare_store(config.data, config.data.sources, "train", tokenizer, folders.get("train"))
     sources = config.data.validation.sources if config.data.validation else None
     validation = None
-    if sources is not None:
+    if sources is not None:  # the smaller part first: its workers could not be forked while a thread is at work
         validation = prepare_store(config.data, sources, "validation", tokenizer, folders.get("validation")).store
+    with run_while_waiting(while_waiting):
+        train = prepare_store(config.data, config.data.sources, "train", tokenizer, folders.get("train"))
     if sources is not None and validation is not None:
         _require_disjoint_filters(config.data.sources, train.store, sources, validation)
     return _select_documents(config, tokenizer, train, validation)

@@ -18,7 +18,6 @@ from whet.core.heartbeat import PHASE
 from whet.core.run_folder import RunFolder, read_status
 from whet.core.signals import raise_on_stop_signals
 from whet.core.watchdog import COLLECTIVE_MARGIN_S
-from whet.data.prepare.workers import run_while_waiting
 from whet.execution.cuda_graphs import release_cuda_graphs
 from whet.exporting.spec import ExportMismatchError
 from whet.inference.tasks.load_tasks import load_tasks
@@ -82,8 +81,7 @@ def run_training(
             open_log(log)
         if resume and is_new:
             info(f"{config.folder}: there is nothing to resume; the run starts at step 0")
-        with run_while_waiting(loading.start):
-            data = prepare_data(config, *recorded_data(config.folder))
+        data = prepare_data(config, *recorded_data(config.folder), while_waiting=loading.start)
         with data.check() as store_check:
             if folder is not None:
                 write_run_inputs(folder, config, data)

@@ -85,9 +85,8 @@ def load_placeholder_model(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.
         if is_plain and all(files.has_matching(name, tensor) for name, tensor in named.items()):
             for name, buffer in buffers.items():
                 buffer.copy_(files.read(name))
-            for name, weight in list(model.named_parameters()):
-                if weight.numel() == 1:
-                    _replace_parameter(model, weight, files.read(name).to(dtype))
+            scalars = [(name, weight) for name, weight in model.named_parameters() if weight.numel() == 1]
+            _replace_parameters(model, {weight: files.read(name).to(dtype) for name, weight in scalars})
             return replace_with_placeholders_(model), files
     model = load_model(config, dtype, torch.device("cpu"))
     held = InMemorySource(model)
@@ -96,19 +95,18 @@ def load_placeholder_model(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.
 
 def replace_with_placeholders_(model: nn.Module) -> nn.Module:
     """Replace all weights but scalars by placeholders. Tied weights stay tied."""
-    for weight in list(model.parameters()):
-        if weight.numel() > 1:
-            _replace_parameter(model, weight, torch.zeros((), dtype=weight.dtype).expand(weight.shape))
+    weights = [weight for weight in model.parameters() if weight.numel() > 1]
+    _replace_parameters(model, {weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape) for weight in weights})
     return model
 
 
-def _replace_parameter(model: nn.Module, weight: nn.Parameter, by: Tensor) -> None:
-    """Replace a parameter in every module that uses it."""
-    new = nn.Parameter(by, requires_grad=weight.requires_grad)
+def _replace_parameters(model: nn.Module, replaced: dict[nn.Parameter, Tensor]) -> None:
+    """Replace parameters in every module that uses them."""
+    new = {weight: nn.Parameter(by, requires_grad=weight.requires_grad) for weight, by in replaced.items()}
     for module in model.modules():
-        for name, held in list(module.named_parameters(recurse=False)):
-            if held is weight:
-                module.register_parameter(name, new)
+        for name, held in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if held in new:
+                module.register_parameter(name, new[held])
 
 
 def is_placeholder(weight: Tensor) -> bool:
