@@ -143,7 +143,9 @@ def find_learning_rate(
     best, half = _best_rate(near, validation), _half_learning_rate(near, validation)
     lr = _clip(float(f"{best:.2g}"), limits)
     learns = f"even {near[0].lr:.2g} learns more than half as much" if half is None else f"{half:.2g} half as much"
-    reason = f"{_describe_probes(near, validation)}, and {learns}. The best rate of {steps} steps is then about {best:.2g}"
+    reason = (
+        f"{_describe_probes(near, validation)}, and {learns}. The best rate of {steps} steps is then about {best:.2g}"
+    )
     if short < long:
         reason += f"; the shorter probes say {first:.2g}"
     if lr in limits:
