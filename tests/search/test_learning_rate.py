@@ -230,7 +230,7 @@ def test_the_proposal_is_as_good_as_the_best_of_a_full_grid(
         return float(lines[-1]["val_loss"])
 
     proposals: dict[int, Any] = {}
-    for seed in (5, 6):
+    for seed in (4, 5):
         options = (f"run.seed={seed}", f"run.dir={tmp_path / f'run-{seed}'}", "--json")
         ended = whet("search", shipped_recipe, "--lr", *common, *options)
         assert ended.code == 0, ended.err
