@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -221,6 +222,7 @@ def test_the_proposal_is_as_good_as_the_best_of_a_full_grid(
         "train.schedule.warmup=0.1", "checkpoint.every=400",
     )  # fmt: skip
 
+    @functools.cache  # a proposal may be a rate of the grid
     def loss(lr: float, seed: int) -> float:
         folder = tmp_path / f"{lr:.3g}-{seed}"
         options = (f"train.optimizer.lr={lr}", f"run.seed={seed}", f"run.dir={folder}", "--json")
