@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -21,17 +22,19 @@ STEPS, CONVERSATIONS = 1000, 40
 
 def made_curve(
     best: float, *, start: float, depth: float = 2.0, diverges_above: float = math.inf, noise: float = 0.02,
-    conversations: int = CONVERSATIONS, limits: tuple[float, float] = (1e-9, 10.0),
+    conversations: int = CONVERSATIONS, limits: tuple[float, float] = (1e-9, 10.0), first_move: float = 42.0,
 ) -> tuple[Finding, list[Probe]]:  # fmt: skip
-    """Probes of a run whose best rate for all its steps is `best`; shorter ones want a higher one, as power −0.32."""
+    """Probes of a run whose best rate is `best`, with the curve of probes of the tiny model: half is learned at a
+    rate that falls to best / 20 as steps increase, higher rates soon learn all, and five times the best rate half."""
     generator = np.random.default_rng(0)
     tokens = generator.integers(5, 60, conversations)
     hard = generator.uniform(3, 5, conversations)
     measured: list[Probe] = []
 
     def measure(lr: float, steps: int) -> Probe:
-        away = math.log10(lr / (best * (STEPS / steps) ** 0.32))
-        learned = depth * math.exp(-(away**2)) * steps**0.3 / horizons(STEPS)[1] ** 0.3
+        half = best * (1 + first_move / steps) / 20
+        learned = depth * (1 - 0.5 ** (lr / half)) / (1 + (lr / (5 * best + 6 * half)) ** 2)
+        learned *= (steps / horizons(STEPS)[1]) ** 0.3
         losses = hard - learned + min(1, 5 * learned) * generator.normal(0, noise, conversations)
         measured.append(Probe(lr, steps, steps, None if lr > diverges_above else losses * tokens))
         return measured[-1]
@@ -40,14 +43,23 @@ def made_curve(
 
 
 @settings(max_examples=5, deadline=None)
-@given(best=st.floats(-5, -1), off=st.floats(-1.5, 1.5), headroom=st.floats(0.6, 3))
+@given(best=st.floats(-5, -1), off=st.floats(-1, 1), headroom=st.floats(0.6, 3))
 def test_planted_rate_is_found(best: float, off: float, headroom: float) -> None:
     planted = 10**best
     finding, measured = made_curve(planted, start=10 ** (best + off), diverges_above=planted * 10**headroom)
     assert finding.lr is not None
-    assert 1 / 3 < finding.lr / planted < 3, finding.reason
-    assert sum(probe.tokens for probe in measured) < 0.4 * STEPS
+    assert 1 / 1.1 < finding.lr / planted < 1.1, finding.reason
+    assert sum(probe.tokens for probe in measured) < 0.5 * STEPS
     assert len({(probe.lr, probe.steps) for probe in measured}) == len(measured)
+
+
+@pytest.mark.parametrize("first_move", [10.0, 150.0])
+def test_longer_probes_correct_the_shorter_ones(first_move: float) -> None:
+    """The half-learning rate falls less, or more, with the steps than whet assumes. The shorter probes alone would be
+    off by a factor 2.3."""
+    finding, _ = made_curve(1e-3, start=1e-3, first_move=first_move)
+    assert finding.lr is not None
+    assert 1 / 1.9 < finding.lr / 1e-3 < 1.9
 
 
 def test_the_proposal_does_not_follow_the_luck_of_high_rates() -> None:
@@ -62,7 +74,7 @@ def test_the_proposal_does_not_follow_the_luck_of_high_rates() -> None:
             return Probe(lr, steps, steps, (4 - gain + chance + generator.normal(0, 0.05, 60)) * tokens)
 
         found.append(find_learning_rate(measure, Validation(tokens, 4.0 * tokens), STEPS, 1e-3).lr or 0.0)
-    assert max(found) / min(found) < 1.6
+    assert max(found) / min(found) < 1.2
 
 
 @pytest.mark.parametrize("start", [1e-7, 5.0])
@@ -70,7 +82,7 @@ def test_start_that_is_far_off_is_left(start: float) -> None:
     """From rates that hardly move the model, and from rates that all diverge."""
     finding, _ = made_curve(1e-3, start=start, diverges_above=0.1)
     assert finding.lr is not None
-    assert 1 / 2.5 < finding.lr / 1e-3 < 2.5
+    assert 1 / 1.1 < finding.lr / 1e-3 < 1.1
 
 
 def test_flat_curves_give_no_rate() -> None:
@@ -193,8 +205,8 @@ def test_only_the_learning_rate_may_be_a_range(whet: Any, recipe: str, tmp_path:
     assert whet("search", recipe, "--lr", "data.validation=null").code == 1
 
 
-GRID = [10 ** (exponent / 2) for exponent in range(-6, -2)]
-"""Four rates of a full grid that spans the best."""
+GRID = [10 ** (exponent / 2) for exponent in range(-7, -2)]
+"""Five rates of a full grid that spans the best."""
 
 
 @pytest.mark.slow
@@ -202,26 +214,33 @@ GRID = [10 ** (exponent / 2) for exponent in range(-6, -2)]
 def test_the_proposal_is_as_good_as_the_best_of_a_full_grid(
     whet: Any, shipped_recipe: str, tmp_path: Path, task: str
 ) -> None:
-    """Validation loss within 5 %, rate within a factor 3, tokens under a tenth of the grid's."""
+    """Validation loss within 5 %, rate within a factor 3, tokens under a tenth of the grid's. Losses are means of two
+    seeds, because single ones differ by 3 % by chance. The constants of the rule were chosen on another seed."""
     common = (
         f"data.sources=[{{path: builtin:{task}, max_samples: 8000}}]", "train.steps=320", "eval.at_start=false",
         f"data.validation.sources=[{{path: builtin:{task}, split: held-out, max_samples: 100}}]", "export.at_end=none",
-        "train.schedule.warmup=0.1", "run.seed=3", "checkpoint.every=400",
+        "train.schedule.warmup=0.1", "checkpoint.every=400",
     )  # fmt: skip
-    ended = whet("search", shipped_recipe, "--lr", *common, f"run.dir={tmp_path / 'run'}", "--json")
-    assert ended.code == 0, ended.err
-    found = json.loads(ended.out)
 
-    def loss(lr: float) -> float:
-        trained = whet(
-            "train", shipped_recipe, *common, f"train.optimizer.lr={lr}", f"run.dir={tmp_path / f'{lr:.3g}'}", "--json"
-        )
+    @functools.cache  # a proposal may be a rate of the grid
+    def loss(lr: float, seed: int) -> float:
+        folder = tmp_path / f"{lr:.3g}-{seed}"
+        options = (f"train.optimizer.lr={lr}", f"run.seed={seed}", f"run.dir={folder}", "--json")
+        trained = whet("train", shipped_recipe, *common, *options)
         assert trained.code == 0, trained.err
-        lines = [json.loads(line) for line in (tmp_path / f"{lr:.3g}" / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return float(lines[-1]["val_loss"])
 
-    grid = {lr: loss(lr) for lr in GRID}
+    proposals: dict[int, Any] = {}
+    for seed in (4, 5):
+        options = (f"run.seed={seed}", f"run.dir={tmp_path / f'run-{seed}'}", "--json")
+        ended = whet("search", shipped_recipe, "--lr", *common, *options)
+        assert ended.code == 0, ended.err
+        proposals[seed] = json.loads(ended.out)
+    grid = {lr: np.mean([loss(lr, seed) for seed in proposals]) for lr in GRID}
     best = min(grid, key=lambda lr: grid[lr])
-    assert 1 / 3 < found["lr"] / best < 3, (found["reason"], grid)
-    assert loss(found["lr"]) < 1.05 * grid[best], (found["reason"], grid)
-    assert found["tokens"] < 0.1 * len(GRID) * found["run_tokens"]
+    for found in proposals.values():
+        assert 1 / 3 < found["lr"] / best < 3, (found["reason"], grid)
+        assert found["tokens"] < 0.1 * len(GRID) * found["run_tokens"]
+    losses = [loss(found["lr"], seed) for seed, found in proposals.items()]
+    assert np.mean(losses) < 1.05 * grid[best], (proposals, losses, grid)
