@@ -19,6 +19,7 @@ class ExportKind(StrEnum):
     ADAPTER = "adapter"
     GGUF = "gguf"
     MEGATRON = "megatron"
+    NANOCHAT = "nanochat"
 
 
 @cli_command
@@ -29,7 +30,7 @@ def export(
         typer.Option(
             "--to",
             help="merged (also called hf): a plain model folder; adapter: the adapter alone; gguf: a file for "
-            "llama.cpp; megatron: a checkpoint for Megatron-Core.",
+            "llama.cpp; megatron: a checkpoint for Megatron-Core; nanochat: model_NNNNNN.pt and its meta file.",
         ),
     ] = ExportKind.MERGED,
     dtype: Annotated[
