@@ -11,13 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from nanochat_files import SPECIAL_TOKENS, tiktoken_encoding, write_base, write_checkpoint
+from several_processes import torchrun
+from whet.convert.nanochat import NanochatCheckpoint
 from whet.convert.nanochat_tokenizer import load_nanochat_tokenizer, read_encoding
 from whet.core.errors import WhetError
 from whet.data.conversation import Conversation, Message, Origin
 from whet.data.render.renderer import Rendered, Renderer
 from whet.exporting.nanochat import nanochat_logits
+from whet.model.attention import install_backend
+from whet.model.loss.loss_model import LossModel
+from whet.model.loss.output_head import read_output_head
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +140,51 @@ def test_every_part_matters_to_the_model(part: str, tmp_path: Path) -> None:
     else:
         other = nanochat_logits({**tensors, part: tensors[part] * 0.5}, sizes, ids)
     assert not torch.allclose(other, whole, atol=1e-3)
+
+
+def test_packed_conversations_are_computed_as_nanochat_computes_each(tmp_path: Path) -> None:
+    """By training's own attention, with windows shorter than the conversations."""
+    tensors = write_checkpoint(tmp_path / "d4", sequence_len=16)
+    checkpoint = NanochatCheckpoint(tmp_path / "d4")
+    model = AutoModelForCausalLM.from_config(checkpoint.config).eval()
+    model.load_state_dict({target.name: target.build().float() for target in checkpoint.targets()})
+    install_backend(model, "sdpa")
+    draw = torch.Generator().manual_seed(0)
+    documents = [torch.randint(509, (length,), generator=draw) for length in (24, 13, 40)]
+    bounds = [0, 24, 37, 77]
+    positions = torch.cat([torch.arange(len(document)) for document in documents])
+    with torch.no_grad():
+        hidden = LossModel(model).hidden(
+            torch.cat(documents), positions, torch.tensor(bounds, dtype=torch.int32), 40, bounds
+        )
+        logits = read_output_head(model).logits(hidden)
+    sizes = json.loads((tmp_path / "d4/meta_000650.json").read_text())["model_config"]
+    expected = torch.cat([nanochat_logits(tensors, sizes, document.tolist()) for document in documents])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_sharded_training_equals_that_of_one_process(whet: Any, tmp_path: Path) -> None:
+    """Tables, scalars and Muon's matrices over two processes, in fp64."""
+    base = write_base(tmp_path / "base")
+    assert whet("import", "checkpoint", "nanochat", base / "base_checkpoints/d4", "--out", tmp_path / "d4").code == 0
+    recipe = {
+        "model": {"path": str(tmp_path / "d4")},
+        "data": {"sources": [{"path": "builtin:spelling-bee", "calculator": "calls", "max_samples": 30}],
+                 "max_length": 512},
+        "train": {"steps": 3, "batch": {"tokens": 2048}, "precision": "fp64",
+                  "optimizer": {"name": "muon", "flavour": "nanochat", "scalar_lr": 0.5, "weight_decay": 0.1}},
+        "export": {"at_end": "none"},
+    }  # fmt: skip
+    (tmp_path / "my.yaml").write_text(json.dumps(recipe))
+    assert whet("train", tmp_path / "my.yaml", f"run.dir={tmp_path / 'one'}").code == 0
+    ended = torchrun(2, "-m", "whet", "train", tmp_path / "my.yaml", f"run.dir={tmp_path / 'two'}", "parallel.shard=2")
+    assert ended.returncode == 0, ended.stderr
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    for key in ("loss", "grad_norm"):
+        found = [line[key] for line in two if key in line]
+        assert found == pytest.approx([line[key] for line in one if key in line], rel=1e-9)
+        assert len(found) == 3
