@@ -206,7 +206,7 @@ def generate(model: Model, prompts: str | Sequence[str], system: str | None = No
 def export(
     run: Model, to: str = "merged", dtype: str | None = None, out: str | os.PathLike[str] | None = None
 ) -> Export:
-    """Export a run (merged, adapter, gguf, megatron or neox), load the export back and compare it."""
+    """Export a run (merged, adapter, gguf, megatron, neox or nanochat), load the export back and compare it."""
     from whet.run.export_run import ExportRequest, export_run
 
     folder, certificate = export_run(_reference(run), ExportRequest(to, dtype, None if out is None else Path(out)))

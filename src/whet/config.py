@@ -379,8 +379,10 @@ def _resolve_recipe_paths(tree: Node, key: tuple[str, ...]) -> Node:
         return replace(tree, value=inside)
     if isinstance(tree.value, list):
         return replace(tree, value=[_resolve_recipe_paths(each, key) for each in tree.value])
-    recipe = Path(tree.place.rpartition(":")[0])
-    if key not in _PATHS or not isinstance(tree.value, str) or not recipe.is_file() or recipe.name == "config.yaml":
+    recipe = Path(tree.place.rpartition(":")[0])  # or the text of an override, which is longer than a path may be
+    if key not in _PATHS or not isinstance(tree.value, str) or recipe.name == "config.yaml":
+        return tree
+    if not os.path.isfile(recipe):  # noqa: PTH113 - Path.is_file raises OSError for such a text
         return tree
     found = recipe.parent / tree.value
     is_here = resolve_path(recipe.parent) == Path.cwd()

@@ -148,7 +148,8 @@ def test_nanochat(tmp_path: Path) -> None:
     assert config.train.steps == 6  # ⌈(13 − 1) / 2⌉: --num-iterations counts micro-batches and runs one short
     assert config.data.train_on == "assistant"
     assert [source.path for source in config.data.sources] == ["hub:HuggingFaceTB/smol-smoltalk", "hub:openai/gsm8k"]
-    assert config.train.optimizer.matrix_lr == pytest.approx(0.02 * 0.8 / (0.2 * 256**0.5))
+    assert config.train.optimizer.matrix_lr == pytest.approx(0.02 * 0.8)
+    assert (config.train.optimizer.flavour, config.train.optimizer.scalar_lr) == ("nanochat", 0.4)
     assert (config.train.schedule.name, config.train.schedule.decay, config.train.schedule.init_frac) == ("wsd", 0.5, 0)
 
 
@@ -232,7 +233,7 @@ def test_nanochat_of_february_trains_on_every_token(tmp_path: Path) -> None:
     assert config["data"]["train_on"] == "all"
     assert (config["train"]["precision"], config["train"]["epochs"]) == ("fp32", 1.0)
     assert (config["train"]["schedule"]["decay"], config["train"]["schedule"]["warmup"]) == (0.2, 0)
-    assert config["train"]["optimizer"]["lr"] == pytest.approx(0.004 * 0.5 * (1280 / 768) ** -0.5, rel=1e-5)
+    assert config["train"]["optimizer"]["lr"] == pytest.approx(0.004 * 0.5)  # × (width/768)^-½ by the optimizer
     assert "init_frac" not in config["train"]["schedule"]  # the whole run is scaled
     assert [source["path"] for source in config["data"]["sources"]][-1] == "builtin:spelling-bee"
 

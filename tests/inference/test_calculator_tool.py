@@ -14,7 +14,6 @@ from whet.data.calculator import CALCULATOR_SCHEMA
 from whet.data.conversation import Message, ToolCall
 from whet.data.render.renderer import Renderer
 from whet.inference.calculator_tool import (
-    CALCULATOR_TOKENS,
     FunctionCallCalculator,
     InlineCalculator,
     calculate,
@@ -23,12 +22,13 @@ from whet.inference.calculator_tool import (
 )
 from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer
+from whet.tokenizer.named_templates import INLINE_CALL_TOKENS
 
 
 def renderer(markers: bool = False, template: str | None = None) -> Renderer:
     tokenizer = load_tokenizer(ModelConfig(path="builtin:tiny"))
     if markers:
-        tokenizer.add_special_tokens({"additional_special_tokens": list(CALCULATOR_TOKENS)})
+        tokenizer.add_special_tokens({"additional_special_tokens": list(INLINE_CALL_TOKENS)})
     if template:
         tokenizer.chat_template = template
     return Renderer(tokenizer, "assistant")
@@ -76,7 +76,7 @@ def test_an_inline_calculation_is_followed_by_its_value() -> None:
     renderer_ = renderer(markers=True)
     calculator = make_calculator(renderer_)
     assert isinstance(calculator, InlineCalculator)
-    opening, closing, output, end = renderer_.tokenizer.convert_tokens_to_ids(list(CALCULATOR_TOKENS))
+    opening, closing, output, end = renderer_.tokenizer.convert_tokens_to_ids(list(INLINE_CALL_TOKENS))
     digits = renderer_.tokenizer.encode("48/2", add_special_tokens=False)
     state = calculator.new_state()
     assert [list(state.observe(token)) for token in (5, opening, *digits)] == [[]] * (2 + len(digits))

@@ -26,8 +26,9 @@ def fp32(shared_run: Callable[..., Path], steps_of: Lines) -> list[float]:
     [
         (("adamw", *BF16), 0.02), (("adamw16bit",), 0.002), (("adamw8bit",), 0.01),
         (("muon",), 0.2), (("muon", "adapter.rank=4"), None),
+        (("muon", "train.optimizer.flavour=nanochat", "train.optimizer.scalar_lr=0.01"), None),
     ],
-    ids=["bf16 weights", "16 bits", "8 bits", "muon", "muon, adapters"],
+    ids=["bf16 weights", "16 bits", "8 bits", "muon", "muon, adapters", "nanochat's muon"],
 )  # fmt: skip
 def test_a_run_continues_bit_for_bit_and_learns_like_fp32(
     options: tuple[str, ...], bound: float | None, whet: Any, recipe: str,

@@ -89,6 +89,10 @@ class Layout:
     def __str__(self) -> str:
         return "-".join(str(value) for value in asdict(self).values())
 
+    def optimizer_settings(self) -> dict[str, str]:
+        name, _, flavour = self.optimizer.partition("-")
+        return {"name": name, **({"flavour": flavour} if flavour else {})}
+
 
 CHOICES: dict[str, Sequence[Any]] = {
     "packing": ("none", "best-fit", "k-bin"),
@@ -211,7 +215,7 @@ def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
     transform_layers(model, config, compile=False)
     if mesh.fsdp_mesh is not None:
         apply_fsdp(root, mesh, torch.float64, on_host=layout.offload == "weights")
-    optimizer = build_optimizer(root, OPTIMIZER.model_copy(update={"name": layout.optimizer}), 0)
+    optimizer = build_optimizer(root, OPTIMIZER.model_copy(update=layout.optimizer_settings()), 0)
     loader = Loader(
         store, plan, layout.micro_rows, ranks.data_rank, ranks.data_size, ROW if layout.padded else None,
         part=(ranks.context_rank, ranks.context_size),
@@ -333,12 +337,13 @@ DIVIDED = {
         Layout("none", 1, expert=2, family="mixtral", router_aux_loss=0.5, steps=DIVIDED_STEPS),
         Layout("best-fit", 1, padded=True, expert=2, shard=2, family="mixtral", steps=DIVIDED_STEPS),
         Layout("none", 1, expert=2, shard=2, optimizer="muon", family="mixtral", steps=DIVIDED_STEPS),
+        Layout("none", 1, expert=2, shard=2, optimizer="muon-nanochat", family="mixtral", steps=DIVIDED_STEPS),
         Layout("none", 1, expert=4, family="mixtral", adapter="peft", steps=DIVIDED_STEPS),
     ),
 }
 """What so many processes run with weights or rows divided."""
 RULES = (
-    Layout("none", 2, shard=2, optimizer="muon", steps=DIVIDED_STEPS),
+    Layout("none", 2, shard=2, optimizer="muon-nanochat", steps=DIVIDED_STEPS),
     Layout("none", 2, shard=2, optimizer="adamw8bit", steps=DIVIDED_STEPS),
     Layout("best-fit", 2, shard=2, offload="weights", steps=DIVIDED_STEPS),
     Layout("best-fit", 2, recompute="full", shard=2, adapter="fused", steps=DIVIDED_STEPS),

@@ -20,6 +20,7 @@ class ExportKind(StrEnum):
     GGUF = "gguf"
     MEGATRON = "megatron"
     NEOX = "neox"
+    NANOCHAT = "nanochat"
 
 
 @cli_command
@@ -30,7 +31,7 @@ def export(
         typer.Option(
             "--to",
             help="merged (also called hf): a plain model folder; adapter: the adapter alone; gguf: a file for "
-            "llama.cpp; megatron, neox: a checkpoint for Megatron-Core or GPT-NeoX.",
+            "llama.cpp; megatron, neox, nanochat: a checkpoint for Megatron-Core, GPT-NeoX or nanochat.",
         ),
     ] = ExportKind.MERGED,
     dtype: Annotated[

@@ -39,18 +39,26 @@ def checkpoint(
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option("--tokenizer", metavar="DIR", help="The tokenizer's folder, or a SentencePiece .model file."),
+        typer.Option(
+            "--tokenizer",
+            metavar="DIR",
+            help="The tokenizer's folder, a SentencePiece .model file, or nanochat's tokenizer.pkl.",
+        ),
     ] = None,
     average_norms: Annotated[
         bool, typer.Option("--average-norms", help="Average norms that differ between tensor-parallel ranks.")
     ] = False,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", min=0, help="For nanochat: which step in the folder; default: the last."),
+    ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Convert a checkpoint to a model folder, load it back and compare it."""
     from whet.convert.converter import import_checkpoint
 
-    return import_checkpoint(kind.value, folder, out, config, tokenizer, average_norms)
+    return import_checkpoint(kind.value, folder, out, config, tokenizer, average_norms, step)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from torch import Tensor
 from whet.convert.dcp import DcpCheckpoint
 from whet.convert.foreign_checkpoint import ForeignCheckpoint, TargetTensor, expected_shapes
 from whet.convert.nanochat import NanochatCheckpoint
+from whet.convert.nanochat_tokenizer import find_tokenizer_pickle, load_nanochat_tokenizer
 from whet.convert.neox import NeoXCheckpoint
 from whet.core.checksums import write_hashed_json
 from whet.core.console import info, silence_libraries, warn
@@ -34,8 +35,9 @@ these."""
 
 
 def import_checkpoint(
-    kind: str, folder: Path, out: Path, config: Path | None, tokenizer: Path | None, average_norms: bool
-) -> dict[str, Any]:
+    kind: str, folder: Path, out: Path, config: Path | None, tokenizer: Path | None, average_norms: bool,
+    step: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Write the model folder `out` from a checkpoint of `kind`: neox, nanochat, mindspeed or dcp."""
     silence_libraries()
     folder, out = user_path(folder), user_path(out)
@@ -45,12 +47,19 @@ def import_checkpoint(
         raise WhetError(f"--config {config}: no such file")
     if average_norms and kind != "neox":
         raise WhetError(f"--average-norms: only neox checkpoints have norms per rank, not {kind}. Leave it out")
-    loaded = None if tokenizer is None else load_tokenizer(ModelConfig(path=str(tokenizer), tokenizer=str(tokenizer)))
+    if step is not None and kind != "nanochat":
+        raise WhetError(f"--step: only nanochat keeps several steps in one folder, not {kind}. Give the step's folder")
+    loaded: Any = None
+    if kind == "nanochat" and (pickled := find_tokenizer_pickle(folder, tokenizer)) is not None:
+        loaded = load_nanochat_tokenizer(pickled)
+        info(f"tokenizer: {pickled}")
+    elif tokenizer is not None:
+        loaded = load_tokenizer(ModelConfig(path=str(tokenizer), tokenizer=str(tokenizer)))
     checkpoint: ForeignCheckpoint
     if kind == "neox":
         checkpoint = NeoXCheckpoint(folder, config, average_norms)
     elif kind == "nanochat":
-        checkpoint = NanochatCheckpoint(folder, config)
+        checkpoint = NanochatCheckpoint(folder, config, step)
     else:
         checkpoint = DcpCheckpoint(folder, config)
     if loaded is not None:

@@ -174,16 +174,22 @@ def generate_spelling(split: str, _calculator: str = "remove") -> Iterator[Gener
         yield _question_and_answer(generator.choice(_SPELLING_PROMPTS).format(word=text), ", ".join(text))
 
 
-def generate_spelling_bee(split: str, _calculator: str = "remove") -> Iterator[GeneratedSample]:
-    """How often a letter occurs in a word: the answer counts letter by letter and ends with `#### COUNT`."""
+def generate_spelling_bee(split: str, calculator: str = "remove") -> Iterator[GeneratedSample]:
+    """How often a letter occurs in a word: the answer counts letter by letter and ends with `#### COUNT`. With calls,
+    it verifies its count by a call such as `'apple'.count('p')`."""
     generator = random.Random(f"spelling-bee/{split}")
     while True:
         text = random_word(generator, split)
         absent = generator.randrange(10) < _ABSENT_IN_TEN
         letter = generator.choice("abcdefghijklmnopqrstuvwxyz" if absent else text)
-        yield _question_and_answer(
-            generator.choice(_COUNTING_PROMPTS).format(letter=letter, word=text), _count_step_by_step(text, letter)
-        )
+        prompt = generator.choice(_COUNTING_PROMPTS).format(letter=letter, word=text)
+        counted, count = _count_step_by_step(text, letter), text.count(letter)
+        if calculator == "calls":
+            check = CalculatorStep(f"{counted}\nChecking this with Python: ", f"'{text}'.count('{letter}')", str(count))
+            answer = calculator_messages([check], f"{count}\n#### {count}")
+            yield GeneratedSample((Message("user", prompt), *answer), (CALCULATOR_SCHEMA,))
+        else:
+            yield _question_and_answer(prompt, f"{counted}\n#### {count}")
 
 
 def _count_step_by_step(text: str, letter: str) -> str:
@@ -191,7 +197,7 @@ def _count_step_by_step(text: str, letter: str) -> str:
     for number, each in enumerate(text, 1):
         seen += each == letter
         lines.append(f"{number}. {each}" + (f" ({seen})" if each == letter else ""))
-    return "\n".join((*lines, f"The letter {letter} occurs {seen} {'time' if seen == 1 else 'times'}.", f"#### {seen}"))
+    return "\n".join((*lines, f"The letter {letter} occurs {seen} {'time' if seen == 1 else 'times'}."))
 
 
 # builtin:arithmetic — calculations of several steps, in text or with the calculator tool.

@@ -29,10 +29,11 @@ class CalculatorStep(NamedTuple):
     result: str
 
 
-def calculator_messages(steps: Sequence[CalculatorStep], rest: str) -> tuple[Message, ...]:
-    """For each step an assistant message with a call and the tool's result; then an assistant message with `rest`."""
+def calculator_messages(steps: Sequence[CalculatorStep], rest: str, calls_before: int = 0) -> tuple[Message, ...]:
+    """For each step an assistant message with a call and the tool's result; then an assistant message with `rest`.
+    `calls_before`: calls earlier in the conversation."""
     messages = []
-    for number, step in enumerate(steps, 1):
+    for number, step in enumerate(steps, calls_before + 1):
         call_id = f"call{number:05}"  # 9 characters: Mistral's templates require exactly that
         call = ToolCall("calculator", {"expression": step.expression}, call_id)
         messages.append(Message("assistant", step.text, tool_calls=(call,)))

@@ -85,7 +85,8 @@ class Source(Section):
     )
     calculator: Literal["calls", "remove"] = Field(
         default="remove",
-        description="For gsm8k and builtin:arithmetic: turn calculations into calculator calls, or keep plain text.",
+        description="For gsm8k, builtin:arithmetic and builtin:spelling-bee: turn calculations into calculator calls, "
+        "or keep plain text.",
     )
     mask: MaskRules | None = Field(
         default=None, description="The loss mask of a .bin file; default: every token is supervised."

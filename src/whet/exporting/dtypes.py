@@ -97,13 +97,14 @@ _DTYPES_OF_KIND = {
     "gguf": ("f32", "bf16", "f16", "q8_0", *QUANTIZER_TYPES),
     "megatron": ("f32", "bf16", "f16"),
     "neox": ("f32", "bf16", "f16"),
+    "nanochat": ("f32", "bf16"),
 }
 _NAME_OF_TORCH_DTYPE = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def choose_dtype(kind: str, requested: str | None, compute: torch.dtype, weights: torch.dtype) -> ExportDtype:
     """The requested dtype, or by default the one that training computed in: a bf16 run with fp32 master weights exports
-    bf16. `exact` is the dtype of the trained weights."""
+    bf16. `exact` is the dtype of the trained weights, and the default for nanochat, which trains on with them."""
     if kind == "adapter":
         if requested is not None:
             raise WhetError(
@@ -113,7 +114,7 @@ def choose_dtype(kind: str, requested: str | None, compute: torch.dtype, weights
     if requested is not None:
         requested = _ALIASES.get(requested.lower(), requested.lower())
     supported = _DTYPES_OF_KIND[kind]
-    if requested == EXACT:
+    if requested == EXACT or (requested is None and kind == "nanochat"):
         requested, compute = None, weights
     if requested is not None and requested not in supported:
         also = " (--to gguf has it)" if requested in _DTYPES_OF_KIND["gguf"] else ""

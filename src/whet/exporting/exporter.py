@@ -13,6 +13,7 @@ from whet.exporting.dtypes import export_dtype_of
 from whet.exporting.gguf_file import GGUFFormat, max_positions, quantize_export, unquantized_dtype
 from whet.exporting.hf_folder import HFFolderFormat
 from whet.exporting.megatron import MegatronFormat
+from whet.exporting.nanochat import NanochatFormat
 from whet.exporting.peft_adapter import PeftAdapterFormat
 from whet.exporting.spec import Certificate, ExportFindings, ExportFormat, ExportMismatchError, ExportSpec
 from whet.exporting.verification import compare_logits
@@ -24,6 +25,7 @@ EXPORT_FORMATS: dict[str, ExportFormat] = {
     "adapter": PeftAdapterFormat(),
     "gguf": GGUFFormat(),
     "megatron": MegatronFormat(),
+    "nanochat": NanochatFormat(),
 }
 """run/export_run.py adds neox, which the importer reads back: package convert stands on this one."""
 

@@ -13,6 +13,7 @@ from whet.data.calculator import CALCULATOR_SCHEMA, CalculatorStep, calculator_m
 from whet.data.conversation import Message
 from whet.data.render.renderer import Renderer
 from whet.data.render.template_text import Tools
+from whet.tokenizer.named_templates import INLINE_CALL_TOKENS
 
 # The parser of expressions that a model writes. It evaluates them itself; no text is ever executed as code.
 #
@@ -138,19 +139,18 @@ class Tool(Protocol):
         """The part of a completion that answers the user, without calls and results."""
 
 
-CALCULATOR_TOKENS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
-"""nanochat's special tokens: an expression between the first two, its value between the last two."""
-
-
-def has_calculator_tokens(renderer: Renderer) -> bool:
-    """Whether the tokenizer has the tokens of inline calculations, which need no tool schema in the prompt."""
+def calls_inline(renderer: Renderer) -> bool:
+    """Whether the model calls the calculator inside its turn, which needs no tool schema in the prompt: its tokenizer
+    has the tokens, and its chat template has no other form for calls."""
     vocabulary = renderer.tokenizer.get_vocab()
-    return all(name in vocabulary for name in CALCULATOR_TOKENS)
+    if not all(name in vocabulary for name in INLINE_CALL_TOKENS):
+        return False
+    return renderer.text.calls_inline or _probe_tool_form(renderer) is None
 
 
 def make_calculator(renderer: Renderer) -> Tool:
-    """The calculator as this model calls it: inline if its tokenizer has the tokens, else by function calls."""
-    return InlineCalculator(renderer) if has_calculator_tokens(renderer) else FunctionCallCalculator(renderer)
+    """The calculator as this model calls it."""
+    return InlineCalculator(renderer) if calls_inline(renderer) else FunctionCallCalculator(renderer)
 
 
 def with_tool_schema(tools: Tools, calculator: Tool | None) -> Tools:
@@ -163,7 +163,7 @@ class InlineCalculator:
     """Evaluates expressions between special tokens: inserts <|output_start|>24<|output_end|> after
     <|python_start|>48/2<|python_end|>, and nothing after an invalid expression."""
 
-    def __init__(self, renderer: Renderer, markers: Sequence[str] = CALCULATOR_TOKENS) -> None:
+    def __init__(self, renderer: Renderer, markers: Sequence[str] = INLINE_CALL_TOKENS) -> None:
         self.tokenizer = renderer.tokenizer
         vocabulary = self.tokenizer.get_vocab()
         missing = [name for name in markers if name not in vocabulary]
@@ -178,6 +178,17 @@ class InlineCalculator:
 
     def visible_answer(self, ids: Sequence[int]) -> Sequence[int]:
         return ids  # calculations are part of the text, as in training
+
+    def split_reply(self, text: str, calls_before: int = 0) -> tuple[Message, ...]:
+        """The messages of a reply in which calculations stand between the markers, as training data has them."""
+        steps, at = [], 0
+        for found in _INLINE_CALL.finditer(text):
+            steps.append(CalculatorStep(text[at : found.start()], *found.groups()))
+            at = found.end()
+        return calculator_messages(steps, text[at:], calls_before)
+
+
+_INLINE_CALL = re.compile("{}(.*?){}{}(.*?){}".format(*map(re.escape, INLINE_CALL_TOKENS)), re.DOTALL)
 
 
 class _InlineCalculatorState:
@@ -207,6 +218,23 @@ _RESULT_SENTINEL = "\N{SNOWMAN}7319\N{SNOWMAN}"
 """Placeholder for a result, to find out what the chat template puts around one."""
 
 
+def _probe_tool_form(renderer: Renderer) -> tuple[int, str, str] | None:
+    """How the chat template writes function calls: the id that ends the turn with the call, and what stands before and
+    after the result. None if it has no form for them."""
+    end = renderer.end_of_turn()
+    called, result, _ = calculator_messages([CalculatorStep("", "31+52", _RESULT_SENTINEL)], "")
+    try:
+        text = renderer.prompt_text([Message("user", "Hi"), called, result], [CALCULATOR_SCHEMA])
+    except BadRecordError:
+        return None
+    call_at, result_at = text.rfind("31+52"), text.rfind(_RESULT_SENTINEL)
+    end_token = None if end is None else renderer.tokenizer.convert_ids_to_tokens(end)
+    end_at = -1 if end_token is None else text.find(end_token, call_at, result_at)
+    if end is None or call_at < 0 or result_at < call_at or end_at < 0:
+        return None
+    return end, text[end_at + len(str(end_token)) : result_at], text[result_at + len(_RESULT_SENTINEL) :]
+
+
 class FunctionCallCalculator:
     """Function calls as the chat template writes them. At the end of a turn with a call, it inserts the tool's turn and
     the start of the next assistant turn. Prompts must be rendered with `tools=[CALCULATOR_SCHEMA]`."""
@@ -214,24 +242,13 @@ class FunctionCallCalculator:
     def __init__(self, renderer: Renderer) -> None:
         self.tokenizer = renderer.tokenizer
         self.encode_prompt = renderer.encode_prompt
-        end = renderer.end_of_turn()
-        called, result, _ = calculator_messages([CalculatorStep("", "31+52", _RESULT_SENTINEL)], "")
-        try:
-            text = renderer.prompt_text([Message("user", "Hi"), called, result], [CALCULATOR_SCHEMA])
-        except BadRecordError as error:
-            raise WhetError(f"calculator: the model's chat template does not support tool calls: {error}") from None
-        call_at, result_at = text.rfind("31+52"), text.rfind(_RESULT_SENTINEL)
-        end_token = None if end is None else self.tokenizer.convert_ids_to_tokens(end)
-        end_at = -1 if end_token is None else text.find(end_token, call_at, result_at)
-        if call_at < 0 or result_at < call_at or end_at < 0:
+        form = _probe_tool_form(renderer)
+        if form is None:
             raise WhetError(
                 "calculator: the model's chat template does not write tool calls, results, and an end of turn between "
                 "them, so the model cannot call the calculator. Remove --calculator, or calculator: true"
             )
-        assert end is not None
-        self.end = end
-        self.before = text[end_at + len(str(end_token)) : result_at]
-        self.after = text[result_at + len(_RESULT_SENTINEL) :]
+        self.end, self.before, self.after = form
 
     def new_state(self) -> ToolState:
         return _FunctionCallState(self)

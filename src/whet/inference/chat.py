@@ -15,7 +15,7 @@ from whet.data.conversation import Conversation, Message, Origin, ToolCall
 from whet.data.read.messages import RECORD_FIELDS, add_system_prompt, parse_message_list, parse_tools
 from whet.data.read.record_fields import find_optional
 from whet.data.render.template_text import Tools
-from whet.inference.calculator_tool import FunctionCallCalculator, calculate, parse_calculator_call
+from whet.inference.calculator_tool import FunctionCallCalculator, InlineCalculator, calculate, parse_calculator_call
 from whet.inference.inference_model import FINISH_INTERRUPTED, InferenceModel, Reply
 
 _MAX_TOOL_CALLS = 16
@@ -52,8 +52,14 @@ class ChatSession:
             if show is not None:
                 show(f"\n{messages[-1].content}\n")
         if reply.text or reply.finish_reason != FINISH_INTERRUPTED:
-            self.messages = [*messages, Message("assistant", reply.text)]
+            self.messages = [*messages, *self._as_messages(reply.text, messages)]
         return reply
+
+    def _as_messages(self, text: str, before: Sequence[Message]) -> Sequence[Message]:
+        """A reply as messages; inline calculations become calls where the chat template writes these inline."""
+        if isinstance(self.model.tool, InlineCalculator) and self.model.renderer.text.calls_inline:
+            return self.model.tool.split_reply(text, sum(len(message.tool_calls) for message in before))
+        return [Message("assistant", text)]
 
     def reset(self, system: str | None = None) -> None:
         """Start a new conversation, with another system message if one is given."""

@@ -20,7 +20,7 @@ from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
 from whet.core.run_folder import parse_run_reference
 from whet.data.render.renderer import Renderer
-from whet.inference.calculator_tool import make_calculator
+from whet.inference.calculator_tool import calls_inline, make_calculator
 from whet.inference.chat import ChatModels
 from whet.inference.inference_model import InferenceModel, stop_token_ids
 from whet.inference.sampling import Sampling
@@ -184,7 +184,8 @@ def load_chat_models(
     """The models of a `whet chat`. Those that differ only in their adapter share weights."""
 
     def with_settings(loaded: InferenceModel) -> InferenceModel:
-        return replace(loaded, sampling=sampling, tool=make_calculator(loaded.renderer) if calculator else None)
+        wanted = calculator or calls_inline(loaded.renderer)
+        return replace(loaded, sampling=sampling, tool=make_calculator(loaded.renderer) if wanted else None)
 
     def load_another(reference: str) -> InferenceModel:
         return with_settings(load_inference_model(reference, load))

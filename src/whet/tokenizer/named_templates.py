@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NamedTemplate:
-    """A turn is `header`, the content, `end`; {role} stands for the role."""
+    """A turn is `header`, the content, `end`; {role} stands for the role in both."""
 
     header: str
     end: str
@@ -29,28 +29,56 @@ class NamedTemplate:
     """Otherwise a system message is put before the next user turn."""
     strips: bool = True
     """Whether whitespace around the content is dropped."""
+    inline_calls: bool = False
+    """Calculator calls and their results stand inside the assistant's turn, between `INLINE_CALL_TOKENS`. Otherwise the
+    template refuses tool calls."""
 
     def source(self, bos: str) -> str:
         """The template in Jinja, for a tokenizer whose texts begin with `bos`."""
-        header = _jinja_text(self.header).replace("{role}", "' + role + '")
-        turn = f"'{header}' + text{'.strip()' if self.strips else ''} + '{_jinja_text(self.end)}'"
+        header, end = (_jinja_text(text).replace("{role}", "' + role + '") for text in (self.header, self.end))
+        turn = f"'{header}' + text{'.strip()' if self.strips else ''} + '{end}'"
         system = "{% set wait.text = wait.text + message.content + '\\n\\n' %}"
         if self.has_system:
             system = "{{ turn('system', message.content) }}"
+        calls = prompted = ""
+        if self.inline_calls:
+            opens, closes = (text.format(role=self.assistant) for text in (self.header, self.end))
+            calls, prompted = _INLINE_CALLS.replace("HEADER", opens).replace("END", closes), " and not wait.result"
         lines = [
-            "{% set wait = namespace(text='') %}",
+            "{% set wait = namespace(text='', result=false) %}" if calls else "{% set wait = namespace(text='') %}",
             f"{{% macro turn(role, text) %}}{{{{ {turn} }}}}{{% endmacro %}}",
             f"{{{{ '{_jinja_text(bos)}' }}}}" if bos else "",
             "{% for message in messages %}",
-            "{% if message.tool_calls or message.role not in ['system', 'developer', 'user', 'assistant'] %}",
-            "{{ raise_exception('this template has no form for tool calls and their results') }}",
+            calls or _REFUSED_CALLS,
             f"{{% elif message.role in ['system', 'developer'] %}}{system}",
             "{% elif message.role == 'user' %}{{ turn('user', wait.text + message.content) }}{% set wait.text = '' %}",
             f"{{% else %}}{{{{ turn('{self.assistant}', message.content) }}}}{{% endif %}}",
             "{% endfor %}",
-            f"{{% if add_generation_prompt %}}{{% set role = '{self.assistant}' %}}{{{{ '{header}' }}}}{{% endif %}}",
+            f"{{% if add_generation_prompt{prompted} %}}",
+            f"{{% set role = '{self.assistant}' %}}{{{{ '{header}' }}}}{{% endif %}}",
         ]
         return "".join(lines)
+
+
+INLINE_CALL_TOKENS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
+"""nanochat's special tokens: an expression between the first two, its value between the last two."""
+
+_REFUSED_CALLS = (
+    "{% if message.tool_calls or message.role not in ['system', 'developer', 'user', 'assistant'] %}"
+    "{{ raise_exception('this template has no form for tool calls and their results') }}"
+)
+_INLINE_CALLS = (
+    "{% if wait.result and message.role not in ['tool', 'assistant'] %}"
+    "{{ raise_exception('a calculator call has no result, or no answer follows it') }}"
+    "{% elif message.role == 'tool' %}{{ '<|output_start|>' + message.content + '<|output_end|>' }}"
+    "{% elif message.tool_calls and (message.tool_calls | length > 1 "
+    "or message.tool_calls[0].function.name != 'calculator') %}"
+    "{{ raise_exception('this template has a form for calculator calls alone, one in a message') }}"
+    "{% elif message.tool_calls %}{{ ('' if wait.result else 'HEADER') + message.content + '<|python_start|>' "
+    "+ message.tool_calls[0].function.arguments.expression + '<|python_end|>' }}{% set wait.result = true %}"
+    "{% elif wait.result %}{{ message.content + 'END' }}{% set wait.result = false %}"
+)
+"""The branches for messages with calls, their results, and the rest of such a turn: a call leaves the turn open."""
 
 
 def _jinja_text(text: str) -> str:
@@ -69,6 +97,11 @@ NAMED_TEMPLATES = {
     "gemma": NamedTemplate(
         "<start_of_turn>{role}\n", "<end_of_turn>\n", ("<start_of_turn>", "<end_of_turn>"),
         end_of_turn="<end_of_turn>", assistant="model", has_system=False,
+    ),
+    "nanochat": NamedTemplate(
+        "<|{role}_start|>", "<|{role}_end|>",
+        ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>", *INLINE_CALL_TOKENS),
+        end_of_turn="<|assistant_end|>", has_system=False, strips=False, inline_calls=True,
     ),
 }  # fmt: skip
 """In the form that the models of these names use."""

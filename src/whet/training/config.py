@@ -60,13 +60,18 @@ class OptimizerConfig(Section):
     )
     eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon, added to the denominator.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices; vectors have none.")
+    flavour: Literal["moonlight", "nanochat"] = Field(
+        default="moonlight",
+        description="Muon's: moonlight scales updates so that AdamW's lr serves matrices, too; nanochat takes that "
+        "program's learning rates, with Polar Express, NorMuon, cautious decay of matrices alone, and its groups.",
+    )
     momentum: _Beta = Field(default=0.95, description="Muon's momentum.")
     momentum_start: _Beta = Field(default=0.85, description="Muon's momentum at the first step.")
     momentum_warmup: int = Field(default=300, ge=0, description="Steps over which it changes linearly to `momentum`.")
 
     @model_validator(mode="after")
     def _check_momentum(self) -> OptimizerConfig:
-        for key in ("momentum", "momentum_start", "momentum_warmup"):
+        for key in ("flavour", "momentum", "momentum_start", "momentum_warmup"):
             if self.name != "muon" and getattr(self, key) != type(self).model_fields[key].default:
                 raise config_error(key, f"only Muon uses it, and train.optimizer.name is {self.name}. Remove it")
         return self

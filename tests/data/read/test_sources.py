@@ -286,7 +286,7 @@ def test_the_fingerprint_of_a_builtin_dataset_depends_on_its_split_and_its_sampl
     [
         ("orders", "train", "b67ee9bdf8f1d03c"), ("orders", "held-out", "9e8ae3bc0d337226"),
         ("spelling", "train", "dcce6db864c9ed1f"), ("spelling", "held-out", "b325cc4f58467195"),
-        ("spelling-bee", "train", "d57e6f409bfc65c2"), ("spelling-bee", "held-out", "51f554ae2a201d40"),
+        ("spelling-bee", "train", "86e680262592a3db"), ("spelling-bee", "held-out", "d618b174ef781fa9"),
         ("arithmetic", "train", "5c966be984b0a2f0"), ("arithmetic", "held-out", "23c3d8656e3c9c71"),
     ],
 )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 from whet.convert.configs.draft import Draft
@@ -29,8 +28,8 @@ _ROWS: Rows = {
     **LAUNCHER_ROWS,
 }  # fmt: skip
 
-_WIDTH = 1280
-"""Of nanochat's d20; a model dN has a width of 64 · N."""
+_SCALAR_LR = 0.5
+"""The default of nanochat's setup_optimizer, which chat_sft does not change."""
 
 
 def _is_early(draft: Draft) -> bool:
@@ -94,23 +93,18 @@ def put_batch(draft: Draft) -> None:
 
 
 def put_optimizer(draft: Draft) -> None:
-    """Muon and AdamW with three rates, all scaled by --init-lr-frac for the whole run."""
-    tag = re.fullmatch(r"d(\d+)", draft.text("model_tag") or "")
-    width = 64 * int(tag[1]) if tag and int(tag[1]) else _WIDTH
-    start, scale = draft.number("init_lr_frac"), (width / 768) ** -0.5
+    """Muon and AdamW with four rates, all scaled by --init-lr-frac for the whole run. The flavour scales those of
+    embedding and head by the width, as nanochat does."""
+    start = draft.number("init_lr_frac")
     start = start if start is not None else 1.0 if _is_early(draft) else 0.8
     head, embedding, matrix = (draft.number(key) or 0 for key in ("unembedding_lr", "embedding_lr", "matrix_lr"))
     draft.put("train.optimizer.name", "muon")
-    adam = f"× {start} × ({width} / 768)^-0.5"
-    draft.put("train.optimizer.lr", fraction_free(head * start * scale), "unembedding_lr", "init_lr_frac",
-              why=f"{head} {adam}; the head, and vectors, which nanochat has none of")  # fmt: skip
-    draft.put("train.optimizer.embedding_lr", fraction_free(embedding * start * scale), "embedding_lr", "init_lr_frac",
-              why=f"{embedding} {adam}")  # fmt: skip
-    draft.put("train.optimizer.matrix_lr", fraction_free(matrix * start / (0.2 * math.sqrt(width))), "matrix_lr",
-              "init_lr_frac", why=f"{matrix} × {start} ÷ (0.2 √{width}), by which whet scales updates")  # fmt: skip
-    draft.note("different", "matrix_lr", "nanochat scales Muon's updates by √max(1, rows/columns), whet by 0.2 · "
-               f"√(longer side): the rate is converted for a width of {width}. NorMuon's second moment and cautious "
-               "decay are not in whet")  # fmt: skip
+    draft.put("train.optimizer.flavour", "nanochat")
+    for name, rate, key in (("lr", head, "unembedding_lr"), ("embedding_lr", embedding, "embedding_lr"),
+                            ("matrix_lr", matrix, "matrix_lr")):  # fmt: skip
+        draft.put(f"train.optimizer.{name}", fraction_free(rate * start), key, "init_lr_frac", why=f"{rate} × {start}")
+    draft.put("train.optimizer.scalar_lr", fraction_free(_SCALAR_LR * start), "init_lr_frac",
+              why=f"{_SCALAR_LR} × {start}, for x0_lambdas; resid_lambdas get a hundredth")  # fmt: skip
     if draft.has("init_lr_frac"):
         draft.note("different", "init_lr_frac", "scales the rate of the whole run, not of its start")
     early = _is_early(draft)
@@ -119,9 +113,7 @@ def put_optimizer(draft: Draft) -> None:
     decay = draft.number("weight_decay") or 0.0
     draft.put("train.optimizer.weight_decay", decay, "weight_decay")
     if decay:
-        draft.note(
-            "different", "weight_decay", "the help says embeddings, but Muon's matrices decay; in whet all matrices do"
-        )
+        draft.note("different", "weight_decay", "the help says embeddings, but Muon's matrices decay, and nothing else")
     draft.put("train.clip_norm", NO_CLIPPING, why="no clipping")
     if not early and draft.raw("load_optimizer") not in (0, "0"):
         draft.note("no equivalent", "load_optimizer", "continues the optimizer of pre-training; whet starts afresh")
@@ -165,7 +157,7 @@ _TASKS: dict[str, dict[str, Any]] = {
     "gsm8k": {"path": "hub:openai/gsm8k", "subset": "main", "split": "train", "format": "gsm8k", "calculator": "calls"},
     "identity": {"path": "identity_conversations.jsonl"},
     "spelling": {"path": "builtin:spelling", "max_samples": 200_000},
-    "spelling-bee": {"path": "builtin:spelling-bee", "max_samples": 80_000},
+    "spelling-bee": {"path": "builtin:spelling-bee", "max_samples": 80_000, "calculator": "calls"},
 }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from whet.core.display import is_valid_text
 from whet.core.errors import BadRecordError
+from whet.data.calculator import CALCULATOR_SCHEMA, CalculatorStep, calculator_messages
 from whet.data.conversation import ROLES, Conversation, Message, Origin, ToolCall
 from whet.data.read.record_fields import (
     EMPTY_VALUES,
@@ -59,8 +61,12 @@ def parse_messages(record: Any, names: Mapping[str, str], origin: Origin) -> Con
         turns: Any = record.get(names["messages"])
     else:
         turns = record
-    messages = parse_message_list(_require_messages(turns, record, names["messages"]), names["role"], names["content"])
-    return make_conversation(messages, record, names, origin)
+    turns = _require_messages(turns, record, names["messages"])
+    conversation = make_conversation(parse_message_list(turns, names["role"], names["content"]), record, names, origin)
+    calculates = any(isinstance(turn, dict) and _has_python_parts(turn.get(names["content"])) for turn in turns)
+    if not calculates or CALCULATOR_SCHEMA in conversation.tools:
+        return conversation
+    return replace(conversation, tools=(CALCULATOR_SCHEMA, *conversation.tools))
 
 
 def parse_message_list(
@@ -81,7 +87,10 @@ def parse_message_list(
                 messages.append(Message(role, content))
                 continue
         plain = False
-        messages.append(parse_message(turn, number, role_name, content_name))
+        if isinstance(turn, dict) and _has_python_parts(turn.get(content_name)):
+            messages += _parse_calculating_turn(turn, number, role_name, content_name, _count_calls(messages))
+        else:
+            messages.append(parse_message(turn, number, role_name, content_name))
     if not plain:
         check_message_order(messages)
     return tuple(messages)
@@ -240,6 +249,60 @@ def _parse_content(content: Any, place: str, optional: bool) -> str:
             "bad content", f"{place}: whet trains on content parts of type 'text'{found}; remove the others"
         )
     return require_text("".join(map(str, texts)), place)
+
+
+# Parts of type `python` and `python_output` in an assistant's content, as nanochat has them: calculator calls and their
+# results inside one turn. They become messages with calls, which the chat template writes in its own form.
+
+_PYTHON_PARTS = ("python", "python_output")
+
+
+def _has_python_parts(content: Any) -> bool:
+    return isinstance(content, list) and any(
+        isinstance(part, dict) and part.get("type") in _PYTHON_PARTS for part in content
+    )
+
+
+def _count_calls(messages: Sequence[Message]) -> int:
+    return sum(len(message.tool_calls) for message in messages)
+
+
+def _parse_calculating_turn(
+    turn: Mapping[str, Any], number: int, role_name: str, content_name: str, calls_before: int
+) -> list[Message]:
+    """The messages of an assistant turn with parts of text, python and python_output."""
+    place = f"message {number}: '{content_name}'"
+    text, expression, steps = "", None, []
+    for part in turn[content_name]:
+        kind, value = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+        if kind not in ("text", *_PYTHON_PARTS) or not isinstance(value, str):
+            raise BadRecordError("bad content", f'{place}: a part must be {{"type": "text", "text": …}}, or of type '
+                                 f"python or python_output, not {shorten(part)}")  # fmt: skip
+        if (kind == "python_output") != (expression is not None) or (kind in _PYTHON_PARTS and not value.strip()):
+            raise BadRecordError("bad sum", f"{place}: a python part needs an expression, and the part after it must "
+                                 f"be the python_output with its value; found {shorten(part)}")  # fmt: skip
+        if kind == "text":
+            text += value
+        elif kind == "python":
+            expression = value
+        else:
+            assert expression is not None
+            steps.append(CalculatorStep(text, expression, value))
+            text, expression = "", None
+    if expression is not None or not text.strip():
+        raise BadRecordError("bad sum", f"{place}: the turn ends with a calculation; add a text part that answers")
+    whole = parse_message(
+        {**turn, content_name: "".join((*itertools.chain(*steps), text))}, number, role_name, content_name
+    )
+    if whole.role != "assistant" or whole.tool_calls:
+        other = "tool_calls" if whole.tool_calls else f"the role {whole.role!r}"
+        raise BadRecordError("bad content", f"{place}: only an assistant turn without tool_calls can have python "
+                             f"parts; this one has {other}")  # fmt: skip
+    first, *others = calculator_messages(steps, text, calls_before)
+    return [
+        replace(each, train=whole.train) if each.role == "assistant" else each
+        for each in (replace(first, reasoning=whole.reasoning), *others)
+    ]
 
 
 def _parse_message_calls(turn: Mapping[str, Any], role: str, place: str) -> tuple[ToolCall, ...]:

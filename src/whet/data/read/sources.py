@@ -60,7 +60,7 @@ class SourceReader:
             detected = detect_source_format(self._containers, source)
             if source.calculator == "calls" and detected.format != "gsm8k":
                 raise WhetError(
-                    f"data.sources: {source.path}: calculator: calls applies to gsm8k and builtin:arithmetic only; "
+                    f"data.sources: {source.path}: calculator: calls applies to gsm8k and built-in datasets only; "
                     f"this source is {detected.format}. Remove it"
                 )
             self._names, self._parse = detected.names, parser_of(detected.format, source.calculator)

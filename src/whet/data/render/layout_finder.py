@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from whet.core.errors import BadRecordError
+from whet.data.calculator import CALCULATOR_SCHEMA
 from whet.data.conversation import Conversation, Message
 from whet.data.render.layout_cache import REASONING_TAG, Layout, LayoutCache, Span
 from whet.data.render.prompt_encoder import PromptEncoder
 from whet.data.render.sentinels import SentinelMessages, SentinelRendering, text_slots
 from whet.data.render.shared_prefix import common_prefix_length
 from whet.data.render.template_text import PROBE, TemplateText, Tools
+from whet.tokenizer.named_templates import INLINE_CALL_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -86,13 +88,14 @@ class LayoutFinder:
             spans = tuple(span for span, _ in found)
             missing_prefills = tuple(sorted({prefill for _, prefill in found if prefill}))
         from_messages = sentinels.count_unreplaced(self._markers.special_pattern)
+        needed = [tool for tool in tools if not (self._template.calls_inline and tool == CALCULATOR_SCHEMA)]
         layout = Layout(
             text,
             spans,
             supervise_all=train_on == "all",
             reasoning_dropped=rendering.reasoning_dropped,
             missing_prefills=missing_prefills,
-            tools_dropped=bool(tools) and self._template.ignores_tools(messages, text),
+            tools_dropped=bool(needed) and self._template.ignores_tools(messages, text),
             template_special_tokens=len(self._markers.special_pattern.findall(rendering.text)) - from_messages,
         )
         dropped = layout.reasoning_dropped or layout.tools_dropped
@@ -183,8 +186,9 @@ class LayoutFinder:
             answered = self._template.render_or_none([*messages, self._question], tools)
             shared = shared if answered is None else shared[: common_prefix_length(shared, sentinels.tail(answered))]
         markers = list(self._markers.pattern.finditer(shared))
-        if "tool_calls" in messages[turn]:  # the marker that closes a call does not end the turn
-            markers = [marker for marker in markers if marker.group() == self.end_of_turn_marker(tools)]
+        if "tool_calls" in messages[turn]:  # the marker that closes a call does not end the turn, unless it is inline
+            ends = (self.end_of_turn_marker(tools), INLINE_CALL_TOKENS[1])
+            markers = [marker for marker in markers if marker.group() in ends]
         if markers:
             return markers[0 if may_prompt else -1].span()
         own, met = self._markers.pattern.match(tail), self._markers.pattern.match(following)

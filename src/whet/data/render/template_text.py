@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.conversation import Conversation, Message, Origin
 from whet.tokenizer.chat_template import ChatTemplate, check_rendered_length, template_limits
-from whet.tokenizer.named_templates import NAMED_TEMPLATES
+from whet.tokenizer.named_templates import INLINE_CALL_TOKENS, NAMED_TEMPLATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -45,6 +45,8 @@ class TemplateText:
         source = template or _get_chat_template(tokenizer)
         self.chat_template = ChatTemplate(source, tokenizer.special_tokens_map, today)
         self.source = self.chat_template.source
+        self.calls_inline = INLINE_CALL_TOKENS[0] in self.source
+        """The template writes calculator calls inside the assistant's turn, without a tool's schema in the prompt."""
         self.content_parts = _needs_content_parts(self.chat_template)
         """The template takes content as a list of parts only."""
 

@@ -17,7 +17,7 @@ from whet.core.heartbeat import PHASE
 from whet.core.resources import available_cores
 from whet.data.conversation import Message
 from whet.data.render.renderer import Renderer
-from whet.inference.calculator_tool import has_calculator_tokens, make_calculator, with_tool_schema
+from whet.inference.calculator_tool import calls_inline, make_calculator, with_tool_schema
 from whet.inference.generate import context_length, generate
 from whet.inference.inference_model import InferenceModel
 from whet.inference.sampling import Sampling
@@ -85,7 +85,7 @@ def score_task(
 
 def with_task_settings(model: InferenceModel, task: Task) -> InferenceModel:
     """The model with greedy sampling, the task's token limit and, where the task wants it, the calculator."""
-    wanted = has_calculator_tokens(model.renderer) if task.calculator is None else task.calculator
+    wanted = calls_inline(model.renderer) if task.calculator is None else task.calculator
     tool = make_calculator(model.renderer) if wanted else None
     return replace(model, sampling=Sampling(max_new_tokens=task.max_new_tokens), tool=tool)
 

@@ -15,7 +15,13 @@ from whet.core.files import read_json
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import auto_class, load_model, prepare_float64_, train_pad_row_
 from whet.model.load.random_models import is_random_model, random_model_config
-from whet.model.load.weight_files import load_error, locate_model, require_certified_files, require_files_inside
+from whet.model.load.weight_files import (
+    load_error,
+    locate_model,
+    register_model_code,
+    require_certified_files,
+    require_files_inside,
+)
 
 _UNSCALED_TYPES = ("F64", "F32", "F16", "BF16")
 """safetensors' names of dtypes whose values need no scale."""
@@ -132,9 +138,9 @@ def build_meta_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
         if is_random_model(config.path):
             shape = random_model_config(config.path)
         else:
-            shape = AutoConfig.from_pretrained(
-                locate_model(config.path), revision=config.revision, trust_remote_code=False
-            )
+            place = locate_model(config.path)
+            register_model_code(place)
+            shape = AutoConfig.from_pretrained(place, revision=config.revision, trust_remote_code=False)
         with init_empty_weights(include_buffers=False):
             model: Any = auto_class(shape).from_config(shape, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # transformers raises errors of many kinds

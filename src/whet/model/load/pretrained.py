@@ -12,7 +12,13 @@ from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
 from whet.model.load.random_models import is_random_model, random_model_config
 from whet.model.load.resize_embeddings import add_token_rows_
-from whet.model.load.weight_files import load_error, locate_model, require_certified_files, require_files_inside
+from whet.model.load.weight_files import (
+    load_error,
+    locate_model,
+    register_model_code,
+    require_certified_files,
+    require_files_inside,
+)
 
 
 def load_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.device | None = None) -> nn.Module:
@@ -45,6 +51,7 @@ def load_with_transformers(place: str | Path, **options: Any) -> Any:
     """`from_pretrained` of the `auto_class` of a folder or hub id."""
     from transformers import AutoConfig
 
+    register_model_code(place)
     own = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
     return auto_class(AutoConfig.from_pretrained(place, **own)).from_pretrained(place, **options)
 

@@ -74,11 +74,14 @@ def random_model_config(path: str, trust_remote_code: bool = False) -> PreTraine
     """transformers' configuration for a `random:` path."""
     from transformers import AutoConfig
 
+    from whet.model.load.weight_files import register_model_code  # imports this module
+
     name = path.removeprefix(RANDOM_PREFIX)
     if name in MODEL_SHAPES:
         kind, settings = MODEL_SHAPES[name]
         return AutoConfig.for_model(kind, **settings)
     file = _config_file(path)
+    register_model_code(file.parent)
     try:
         config = AutoConfig.from_pretrained(file, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises errors of many kinds

@@ -46,6 +46,19 @@ def locate_model(path: str) -> str:
     return path
 
 
+NANOCHAT_MODEL_TYPE = "whet-nanochat"
+"""model_type in config.json of nanochat's models that transformers has no class for."""
+
+
+def register_model_code(folder: str | Path) -> None:
+    """Let transformers' auto classes load a folder whose model is whet's own code."""
+    file = Path(folder) / "config.json"
+    if file.is_file() and NANOCHAT_MODEL_TYPE in file.read_text(encoding="utf-8", errors="replace"):
+        from whet.model.nanochat import register_nanochat  # imports torch
+
+        register_nanochat()
+
+
 def require_no_typo(reference: str) -> None:
     """A WhetError for a mistyped path, which must not become a hub id: one whose parent folder exists is a path."""
     path = user_path(reference)

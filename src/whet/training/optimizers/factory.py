@@ -20,7 +20,7 @@ from whet.training.optimizers.muon import Muon
 # Parameter groups: learning rate and weight decay by kind of weight.
 
 _GROUP_DESCRIPTIONS = {
-    "embedding": "the input embedding",
+    "embedding": "an embedding",
     "head": "an output head of its own (a head tied to the embedding counts as embedding)",
     "matrices": "a matrix",
     "scalars": "a vector or a single number",
@@ -47,7 +47,35 @@ def build_param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[s
             raise WhetError(
                 f"train.optimizer.{key}: {rate}, but this run does not train {_GROUP_DESCRIPTIONS[name]}. Remove it"
             )
-    return groups
+    return _nanochat_groups(model, groups) if config.name == "muon" and config.flavour == "nanochat" else groups
+
+
+def _nanochat_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rates as nanochat means them: those of embedding and head shrink with the root of the model's width, and the
+    scalars of its layers have rules of their own. Only matrices decay."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    embedding = _find_module(model, "get_input_embeddings")
+    found = []
+    for group in groups:
+        if group["name"] in ("embedding", "head") and embedding is not None:
+            group["highest"] *= (embedding.weight.shape[-1] / _NANOCHAT_WIDTH) ** -0.5
+        if group["name"] != "matrices":
+            group["weight_decay"] = 0.0
+        for ending, factor, changes in _NANOCHAT_SCALARS if group["name"] == "scalars" else ():
+            own = [weight for weight in group["params"] if names[id(weight)].endswith(ending)]
+            group["params"] = [weight for weight in group["params"] if not names[id(weight)].endswith(ending)]
+            if own:
+                found.append(group | {"params": own, "name": ending, "highest": group["highest"] * factor} | changes)
+        found += [group] if group["params"] else []
+    return found
+
+
+_NANOCHAT_WIDTH = 768  # for which nanochat's rates of embedding and head are given
+_NANOCHAT_SCALARS: tuple[tuple[str, float, dict[str, Any]], ...] = (
+    ("resid_lambdas", 0.01, {}),
+    ("x0_lambdas", 1.0, {"betas": (0.96, 0.95)}),
+)
+"""Ending of a name, factor of scalar_lr, other settings."""
 
 
 def _group_by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -63,8 +91,8 @@ def _group_by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 def _sort_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """The trainable weights by group. Stacked experts and LoRA factors are matrices."""
     embedding, head = (
-        _module_parameter_ids(model, "get_input_embeddings"),
-        _module_parameter_ids(model, "get_output_embeddings"),
+        _module_parameter_ids(_find_module(model, "get_input_embeddings"), *_embeddings(model)),
+        _module_parameter_ids(_find_module(model, "get_output_embeddings")),
     )
     sorted_: dict[str, list[nn.Parameter]] = {"embedding": [], "head": [], "matrices": [], "scalars": []}
     for full_name, parameter in model.named_parameters():
@@ -80,13 +108,21 @@ def _sort_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     return sorted_
 
 
-def _module_parameter_ids(model: nn.Module, getter: str) -> set[int]:
-    """The weights of the model's embedding or head, without LoRA weights inside it."""
+def _find_module(model: nn.Module, getter: str) -> Any | None:
+    """The model's embedding or head."""
     inner = model.language_model if isinstance(model, LossModel) else model
-    module = getattr(inner, getter)() if hasattr(inner, getter) else None
-    if module is None:
-        return set()
-    return {id(parameter) for name, parameter in module.named_parameters() if not name.startswith("lora_")}
+    return getattr(inner, getter)() if hasattr(inner, getter) else None
+
+
+def _embeddings(model: nn.Module) -> list[nn.Module]:
+    """Tables by token, position or layer: their rows are looked up, so nothing about them is a matrix product."""
+    return [module for module in model.modules() if isinstance(module, nn.Embedding)]
+
+
+def _module_parameter_ids(*modules: nn.Module | None) -> set[int]:
+    """The weights of some modules, without LoRA weights inside them."""
+    named = (pair for module in modules if module is not None for pair in module.named_parameters())
+    return {id(parameter) for name, parameter in named if not name.startswith("lora_")}
 
 
 # Construction.
@@ -105,7 +141,7 @@ def build_optimizer(
     adamw: dict[str, Any] = {"lr": config.scale * config.lr, "betas": config.betas, "eps": config.eps}
     if config.name == "muon":
         return Muon(
-            groups, momentum=config.momentum, momentum_start=config.momentum_start,
+            groups, flavour=config.flavour, momentum=config.momentum, momentum_start=config.momentum_start,
             momentum_warmup=config.momentum_warmup, seed=seed, offloaded=offloaded, **adamw,
         )  # fmt: skip
     if config.name == "adamw" and all(w.dtype.itemsize >= 4 for group in groups for w in group["params"]):
