@@ -26,7 +26,7 @@ from whet.search.config import SearchConfig
 from whet.tokenizer.named_templates import NAMED_TEMPLATES
 from whet.training.config import ProfileConfig, Tracker, TrainConfig
 
-_DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".xlsx", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+_DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".tab", ".xlsx", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 
 
 class RunConfig(Section):

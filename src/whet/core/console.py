@@ -195,6 +195,11 @@ class ProgressBar:
             if live_console() is None and not _quiet:
                 _console.print(line)
 
+    def finish(self) -> None:
+        """All is done: the total, if it was an estimate, is what was done."""
+        task = self._progress.tasks[self._task]
+        self._progress.update(self._task, total=task.completed)
+
     def _format_times(self, done: float, total: float | None) -> str:
         """Time since the start of this process, and an estimate of the time left."""
         elapsed, advanced = self._logged - self._began, done - self._at_start

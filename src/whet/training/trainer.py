@@ -58,8 +58,8 @@ def train(run: Run) -> None:
                         totals = run.totals.add(run.loader.totals(run.step), run.flops)
                         rates = set_step_rates(run, totals)
                         pending = train_step(
-                            overlap.take(run.step), run.optimizer, ranks=run.ranks, stop_requested=stop_requested, save=save,
-                            clip_norm=run.config.train.clip_norm, spike_limit=run.guard.spike_limit(),
+                            overlap.take(run.step), run.optimizer, ranks=run.ranks, stop_requested=stop_requested,
+                            save=save, clip_norm=run.config.train.clip_norm, spike_limit=run.guard.spike_limit(),
                         )  # fmt: skip
                         if not (save or stop_requested()):
                             overlap.launch_next(totals)

@@ -20,7 +20,7 @@ from whet.data.read.arrow_tables import ArrowTable, HubDataset, ParquetTable
 from whet.data.read.container import MAX_RECORD_BYTES, Container, detect_compression, marked_encoding, open_bytes
 from whet.data.read.excel_files import ExcelFile
 from whet.data.read.json_files import JsonArrayFile, JsonLinesFile, JsonObjectFile, is_list_of_records, is_record
-from whet.data.read.text_files import CsvFile, TextFile
+from whet.data.read.text_files import CsvFile, TextFile, is_table
 from whet.data.read.token_files import TokenFile
 from whet.data.read.unsupported_records import find_records_inside
 
@@ -143,7 +143,7 @@ def _is_saved_dataset(source: Source) -> bool:
 
 _JSONL_SUFFIXES, _JSON_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines"), (".json",)
 _PARQUET_SUFFIXES, _ARROW_SUFFIXES = (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
-_CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_CSV_DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
 _EXCEL_SUFFIXES, _ZIP_MAGIC = (".xlsx", ".xlsm"), b"PK\x03\x04"
 _COMPRESSED_SUFFIXES = (".gz", ".zst", ".zstd")
 
@@ -219,6 +219,8 @@ def _open_by_suffix(name: str, path: Path, source: Source, suffix: str, head: by
     if suffix in _CSV_DELIMITERS:
         return CsvFile(name, path, _CSV_DELIMITERS[suffix], source.encoding)
     if suffix == ".txt":
+        if source.format not in ("text", "transcript", "marked") and is_table(path, name):
+            return CsvFile(name, path, "\t", source.encoding)
         return TextFile(name, path, source.encoding)
     if suffix in _JSON_SUFFIXES or name == "stdin":
         return _open_json(name, path, source.split)
