@@ -18,7 +18,7 @@ from whet.core.run_folder import check_run_format
 from whet.core.yaml import Expand, Node, Template, dump_yaml
 from whet.data.config import DataConfig
 from whet.exporting.config import ExportConfig
-from whet.inference.config import EvalConfig
+from whet.inference.config import EvalConfig, parse_task_text
 from whet.launch.config import LaunchConfig
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.parallel.config import ParallelConfig
@@ -353,7 +353,10 @@ def read_config(path: Path, overrides: Sequence[str] = (), expand: Expand = "all
     return name_config(config, path.parent.name if path.name == "config.yaml" else path.stem)
 
 
-_PATHS = (("model", "path"), ("model", "tokenizer"), ("data", "template"), ("data", "sources", "path"))
+_PATHS = (
+    ("model", "path"), ("model", "tokenizer"), ("data", "template"), ("data", "sources", "path"), ("eval", "tasks"),
+    ("eval", "tasks", "path"), ("eval", "tasks", "schema_file"),
+)  # fmt: skip
 """Settings that name files, without the numbers of lists; those under data.validation count as those under data."""
 
 
@@ -371,12 +374,15 @@ def _resolve_recipe_paths(tree: Node, key: tuple[str, ...]) -> Node:
     recipe = Path(tree.place.rpartition(":")[0])
     if key not in _PATHS or not isinstance(tree.value, str) or not recipe.is_file() or recipe.name == "config.yaml":
         return tree
-    found = recipe.parent / tree.value
+    file = tree.value
+    if key == ("eval", "tasks"):  # FILE or FILE:SCORER, or the name of a built-in task
+        file = parse_task_text(file)["path"] if "." in file or "/" in file else os.devnull
+    found = recipe.parent / file
     is_here = resolve_path(recipe.parent) == Path.cwd()
     if is_here or user_path(tree.value).is_absolute() or not os.path.lexists(found):
         return tree
     template = None if tree.template is None else Template(recipe.parent / tree.template)
-    return replace(tree, value=str(found), template=template)
+    return replace(tree, value=str(recipe.parent / tree.value), template=template)
 
 
 def name_config(config: Config, name: str) -> Config:

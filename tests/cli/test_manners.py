@@ -38,6 +38,9 @@ def test_paths_in_a_recipe_are_relative_to_it_and_those_of_the_command_line_are_
     ]  # fmt: skip
     assert read_config(Path("sub/a.yaml"), ["data.sources=[{path: my.jsonl}]"]).data.sources[0].path == "my.jsonl"
     assert read_config(Path("b.yaml")).data.sources[0].path == "other.jsonl"
+    Path("sub/t.yaml").write_text(RECIPE + "eval: {tasks: [orders, my.jsonl:number, {path: my.jsonl, name: b}]}\n")
+    Path("sub/orders").mkdir()  # a built-in task keeps its name
+    assert [task.path for task in read_config(Path("sub/t.yaml")).eval.tasks] == ["orders", *["sub/my.jsonl"] * 2]
 
 
 def test_a_mistyped_run_is_not_looked_up_on_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
