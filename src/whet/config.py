@@ -374,10 +374,10 @@ def _resolve_recipe_paths(tree: Node, key: tuple[str, ...]) -> Node:
     recipe = Path(tree.place.rpartition(":")[0])
     if key not in _PATHS or not isinstance(tree.value, str) or not recipe.is_file() or recipe.name == "config.yaml":
         return tree
-    file = tree.value
-    if key == ("eval", "tasks"):  # FILE or FILE:SCORER, or the name of a built-in task
-        file = parse_task_text(file)["path"] if "." in file or "/" in file else os.devnull
-    found = recipe.parent / file
+    is_task = key == ("eval", "tasks")  # FILE or FILE:SCORER, or the name of a built-in one
+    if is_task and not any(sign in tree.value for sign in "/."):
+        return tree
+    found = recipe.parent / (parse_task_text(tree.value)["path"] if is_task else tree.value)
     is_here = resolve_path(recipe.parent) == Path.cwd()
     if is_here or user_path(tree.value).is_absolute() or not os.path.lexists(found):
         return tree
