@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from tiny_architectures import save_tiny_model
 from whet.config import read_config
+from whet.core import console
 from whet.core.errors import WhetError
 from whet.data.conversation import Message
 from whet.data.render.renderer import Renderer
@@ -101,3 +105,28 @@ def test_help_names_no_type_that_is_obvious(whet: Any) -> None:
 
 def test_completion_can_be_installed(whet: Any) -> None:
     assert "--install-completion" in whet("--help").out
+
+
+def test_a_line_says_which_model_is_being_loaded(tiny_run: Path, whet: Any, tmp_path: Path) -> None:
+    assert f"loading {tiny_run} (step 12)" in whet("chat", str(tiny_run), "--prompt", "Hi").err
+    folder = save_tiny_model("llama", tmp_path / "model").removeprefix("model.path=")
+    assert f"loading {folder}" in whet("eval", folder, "--tasks", "orders", "eval.examples=1").err
+
+
+def test_a_terminal_shows_a_command_that_has_begun_until_its_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports take seconds; what is shown meanwhile is gone when something is printed."""
+    shown = io.StringIO()
+    monkeypatch.setattr(console, "_console", console.SafeConsole(file=shown, force_terminal=True, width=80))
+    monkeypatch.setattr(console, "_quiet", False)
+    monkeypatch.setenv("TERM", "xterm")
+    console.show_start()
+    assert console._start is not None
+    time.sleep(0.3)  # it is drawn by a thread
+    console.info("a line")
+    assert console._start is None
+    assert "starting" in shown.getvalue()
+    assert shown.getvalue().endswith("a line\n")
+    with console.loading("a model") as track:
+        assert list(track(["weight", "bias"])) == ["weight", "bias"]
+    assert "loading a model" in shown.getvalue()
+    assert "2/2" in shown.getvalue()

@@ -33,7 +33,7 @@ def require_plugin(kind: Kind, name: str, builtin: Sequence[str] = ()) -> None:
 
 
 def load_plugin(kind: Kind, name: str, key: str) -> Callable[..., Any]:
-    """The function of that name; a WhetError that names `key` if there is none, or several, or it cannot be imported."""
+    """The function of that name; a WhetError that names `key` if there is none or several, or it cannot be imported."""
     found = list(entry_points(group=f"whet.{kind}", name=name))
     if not found:
         installed = ", ".join(plugin_names(kind)) or "none"

@@ -46,8 +46,8 @@ class Source(Section):
 
     path: str = Field(
         description="A file (.jsonl, .json, .csv, .xlsx, .txt, .parquet, .arrow, .bin; .gz and .zst too), a folder, a "
-        "glob, - for stdin, hub:OWNER/NAME, a built-in dataset such as builtin:orders, or plugin:NAME, a source of your "
-        "own (docs/python.md)."
+        "glob, - for stdin, hub:OWNER/NAME, a built-in dataset such as builtin:orders, or plugin:NAME, a source of "
+        "your own (docs/python.md)."
     )
     format: Format = Field(
         default="auto", description="The format of the records; auto detects it and prints the result."

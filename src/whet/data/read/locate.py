@@ -316,16 +316,17 @@ def spool_plugin(path: str) -> Path:
     _, name, argument = [*path.split(":", 2), ""][:3]
 
     def write(file: IO[bytes]) -> None:
-        number, records = 0, load_plugin("sources", name, "data.sources")
+        count, records = 0, load_plugin("sources", name, "data.sources")
         try:
-            for number, record in enumerate(records(argument), 1):
+            for record in records(argument):
                 file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+                count += 1
         except WhetError:
             raise
         except Exception as error:  # of the function, or of a value that JSON lacks
-            after = f"after {number} records" if number else "before its first record"
+            after = f"after {count} records" if count else "before its first record"
             raise WhetError(f"data.sources: {path}: {type(error).__name__} {after}: {first_line(error)}") from error
-        if not number:
+        if not count:
             raise WhetError(f"data.sources: {path}: it has no records")
 
     return _spool(f"{_PLUGIN_VARIABLE}{hash_json(path)[:16]}", write)

@@ -15,7 +15,7 @@ from whet.core.files import read_json
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import auto_class, load_model, prepare_float64_, train_pad_row_
 from whet.model.load.random_models import is_random_model, random_model_config
-from whet.model.load.weight_files import load_error, locate_model, require_certified_files, require_files_inside
+from whet.model.load.weight_files import load_error, reach_model, require_certified_files, require_files_inside
 
 _UNSCALED_TYPES = ("F64", "F32", "F16", "BF16")
 """safetensors' names of dtypes whose values need no scale."""
@@ -135,10 +135,12 @@ def build_meta_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
             shape = random_model_config(config.path)
         else:
             shape = AutoConfig.from_pretrained(
-                locate_model(config.path), revision=config.revision, trust_remote_code=False
+                reach_model(config.path), revision=config.revision, trust_remote_code=False
             )
         with init_empty_weights(include_buffers=False):
             model: Any = auto_class(shape).from_config(shape, dtype=dtype, trust_remote_code=False)
+    except WhetError:
+        raise
     except Exception as error:  # transformers raises errors of many kinds
         raise load_error(config.path, "model", error) from None
     model.tie_weights()
@@ -147,7 +149,7 @@ def build_meta_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
 
 def snapshot_folder(config: ModelConfig) -> Path:
     """The folder of a model, downloaded from the hub if it is not on this machine."""
-    place = Path(locate_model(config.path))
+    place = Path(reach_model(config.path))
     if place.is_dir():
         return place
     from huggingface_hub import snapshot_download
