@@ -121,7 +121,8 @@ def tiny_config_of_layers(kind: str, layers: int) -> Any:
     small = tiny_config(kind).to_dict()
     text = small.get("text_config") or small
     text["num_hidden_layers"] = layers
-    text.pop("layer_types", None)
+    for name in ("layer_types", "no_rope_layers"):
+        text.pop(name, None)
     return AutoConfig.for_model(kind, **{key: value for key, value in small.items() if key != "model_type"})
 
 
