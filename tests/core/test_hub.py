@@ -34,10 +34,10 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(hub, "_WAITS_S", (0.01, 0.02, 0.04))
-        hub._ask.cache_clear()
+        hub._find_problem.cache_clear()
         yield script
         running.shutdown()
-    hub._ask.cache_clear()
+    hub._find_problem.cache_clear()
 
 
 def test_retries_are_printed_and_end(server: list[Any], capfd: pytest.CaptureFixture[str]) -> None:

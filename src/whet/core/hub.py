@@ -25,13 +25,13 @@ def is_hub_name(name: str) -> bool:
 def reach_hub(name: str, kind: Literal["models", "datasets"] = "models") -> None:
     """Raise a WhetError if the hub has no such model or dataset, or cannot be reached and its cache has no copy; with a
     copy, the hub's libraries do not ask it again. Once for each name."""
-    problem = _ask(name, kind)
+    problem = _find_problem(name, kind)
     if problem is not None:
         raise WhetError(problem)
 
 
 @functools.cache
-def _ask(name: str, kind: str) -> str | None:
+def _find_problem(name: str, kind: str) -> str | None:
     """What is wrong; None: nothing."""
     from huggingface_hub import constants
 
