@@ -88,10 +88,13 @@ def tiny_model(kind: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     return prepare_float64_(AutoModelForCausalLM.from_config(tiny_config(kind), dtype=dtype), dtype).eval()
 
 
-def save_tiny_model(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> str:
-    """A folder with a random model of a `model_type` and the tokenizer of builtin:tiny; returns `model.path=FOLDER`."""
-    tokenizer = AutoTokenizer.from_pretrained(builtin_folder("builtin:tiny"))
-    config = tiny_config(kind)
+def save_tiny_model(
+    kind: str, folder: Path, dtype: torch.dtype = torch.float32, tokenizer: Any = None, layers: int | None = None
+) -> str:
+    """A folder with a random model of a `model_type` and a tokenizer, that of builtin:tiny by default; returns
+    `model.path=FOLDER`."""
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(builtin_folder("builtin:tiny"))
+    config = tiny_config(kind) if layers is None else tiny_config_of_layers(kind, layers)
     text = config.get_text_config()
     for names, size in ((_VOCABULARY_SIZES, len(tokenizer)), (_POSITIONS, 1024)):
         for name in names.split():
@@ -111,6 +114,16 @@ def tiny_config(kind: str) -> Any:
     except Exception:
         default = AutoConfig.for_model(kind, **own)
     return AutoConfig.for_model(kind, **{**_small_settings(default), **own})
+
+
+def tiny_config_of_layers(kind: str, layers: int) -> Any:
+    """`tiny_config` with so many layers, their kinds (with or without a window) as the architecture has them."""
+    small = tiny_config(kind).to_dict()
+    text = small.get("text_config") or small
+    text["num_hidden_layers"] = layers
+    for name in ("layer_types", "no_rope_layers"):
+        text.pop(name, None)
+    return AutoConfig.for_model(kind, **{key: value for key, value in small.items() if key != "model_type"})
 
 
 def _small_settings(config: Any) -> dict[str, Any]:

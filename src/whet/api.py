@@ -214,8 +214,10 @@ def export(
 
 
 def _read(recipe: Recipe, overrides: Sequence[str]) -> Config:
+    from whet.data.read.locate import forget_plugin_records
     from whet.run.model_reference import resolve_model_reference
 
+    forget_plugin_records()
     if isinstance(recipe, Config):
         config = recipe
     elif isinstance(recipe, Mapping):

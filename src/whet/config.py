@@ -18,7 +18,7 @@ from whet.core.run_folder import check_run_format
 from whet.core.yaml import Expand, Node, Template, dump_yaml
 from whet.data.config import DataConfig
 from whet.exporting.config import ExportConfig
-from whet.inference.config import EvalConfig
+from whet.inference.config import EvalConfig, parse_task_text
 from whet.launch.config import LaunchConfig
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.parallel.config import ParallelConfig
@@ -26,7 +26,7 @@ from whet.search.config import SearchConfig
 from whet.tokenizer.named_templates import NAMED_TEMPLATES
 from whet.training.config import ProfileConfig, Tracker, TrainConfig
 
-_DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".xlsx", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+_DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".tab", ".xlsx", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 
 
 class RunConfig(Section):
@@ -364,7 +364,10 @@ def read_config(path: Path, overrides: Sequence[str] = (), expand: Expand = "all
     return name_config(config, path.parent.name if path.name == "config.yaml" else path.stem)
 
 
-_PATHS = (("model", "path"), ("model", "tokenizer"), ("data", "template"), ("data", "sources", "path"))
+_PATHS = (
+    ("model", "path"), ("model", "tokenizer"), ("data", "template"), ("data", "sources", "path"), ("eval", "tasks"),
+    ("eval", "tasks", "path"), ("eval", "tasks", "schema_file"),
+)  # fmt: skip
 """Settings that name files, without the numbers of lists; those under data.validation count as those under data."""
 
 
@@ -384,13 +387,16 @@ def _resolve_recipe_paths(tree: Node, key: tuple[str, ...]) -> Node:
         return tree
     if not os.path.isfile(recipe):  # noqa: PTH113 - Path.is_file raises OSError for such a text
         return tree
-    found = recipe.parent / tree.value
+    is_task = key == ("eval", "tasks")  # FILE or FILE:SCORER, or the name of a built-in one
+    if is_task and not any(sign in tree.value for sign in "/."):
+        return tree
+    found = recipe.parent / (parse_task_text(tree.value)["path"] if is_task else tree.value)
     is_here = resolve_path(recipe.parent) == Path.cwd()
     is_found = os.path.lexists(found) or os.path.lexists(f"{found}.bin")  # token files may be named without suffix
     if is_here or user_path(tree.value).is_absolute() or not is_found:
         return tree
     template = None if tree.template is None else Template(recipe.parent / tree.template)
-    return replace(tree, value=str(found), template=template)
+    return replace(tree, value=str(recipe.parent / tree.value), template=template)
 
 
 def name_config(config: Config, name: str) -> Config:

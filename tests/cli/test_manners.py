@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from tiny_architectures import save_tiny_model
 from whet.config import read_config
+from whet.core import console
 from whet.core.errors import WhetError
 from whet.data.conversation import Message
 from whet.data.render.renderer import Renderer
@@ -38,6 +43,9 @@ def test_paths_in_a_recipe_are_relative_to_it_and_those_of_the_command_line_are_
     ]  # fmt: skip
     assert read_config(Path("sub/a.yaml"), ["data.sources=[{path: my.jsonl}]"]).data.sources[0].path == "my.jsonl"
     assert read_config(Path("b.yaml")).data.sources[0].path == "other.jsonl"
+    Path("sub/t.yaml").write_text(RECIPE + "eval: {tasks: [orders, my.jsonl:number, {path: my.jsonl, name: b}]}\n")
+    Path("sub/orders").mkdir()  # a built-in task keeps its name
+    assert [task.path for task in read_config(Path("sub/t.yaml")).eval.tasks] == ["orders", *["sub/my.jsonl"] * 2]
 
 
 def test_a_mistyped_run_is_not_looked_up_on_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,3 +106,67 @@ def test_help_names_no_type_that_is_obvious(whet: Any) -> None:
 
 def test_completion_can_be_installed(whet: Any) -> None:
     assert "--install-completion" in whet("--help").out
+
+
+def test_a_line_says_which_model_is_being_loaded(tiny_run: Path, whet: Any, tmp_path: Path) -> None:
+    assert f"loading {tiny_run} (step 12)" in whet("chat", str(tiny_run), "--prompt", "Hi").err
+    folder = save_tiny_model("llama", tmp_path / "model").removeprefix("model.path=")
+    assert f"loading {folder}" in whet("eval", folder, "--tasks", "orders", "eval.examples=1").err
+
+
+def test_a_terminal_shows_a_command_that_has_begun_until_its_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports take seconds; what is shown meanwhile is gone when something is printed."""
+    shown = io.StringIO()
+    monkeypatch.setattr(console, "_console", console.SafeConsole(file=shown, force_terminal=True, width=80))
+    monkeypatch.setattr(console, "_quiet", False)
+    monkeypatch.setenv("TERM", "xterm")
+    console.show_start()
+    assert console._start is not None
+    time.sleep(0.3)  # it is drawn by a thread
+    console.info("a line")
+    assert console._start is None
+    assert "starting" in shown.getvalue()
+    assert shown.getvalue().endswith("a line\n")
+    with console.loading("a model") as track:
+        assert list(track(["weight", "bias"])) == ["weight", "bias"]
+    assert "loading a model" in shown.getvalue()
+    assert "2/2" in shown.getvalue()
+
+
+def test_check_shows_the_system_message_that_the_template_writes(tmp_path: Path, whet: Any) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Hi", "completion": "Yo"}\n' * 3)
+    (tmp_path / "kind.jinja").write_text(
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (tmp_path / "a.yaml").write_text(
+        "model: {path: builtin:tiny}\ntrain: {steps: 1}\ndata: {template: kind.jinja, sources: [{path: a.jsonl}]}\n"
+    )
+    shown = " ".join(whet("check", tmp_path / "a.yaml", f"run.dir={tmp_path / 'run'}").err.split())
+    assert "the template writes 'Be kind.'. To change it: data.system" in shown
+
+
+def test_a_gguf_export_ends_with_the_lines_for_ollama_and_lm_studio(tiny_run: Path, whet: Any, tmp_path: Path) -> None:
+    out = tmp_path / "gguf"
+    ended = whet("export", tiny_run, "--to", "gguf", "--dtype", "q8_0", "--out", out)
+    assert ended.code == 0, ended.err
+    assert "same next token: as expected of q8_0" in ended.err
+    last = ended.err.strip().splitlines()[-3:]
+    assert any(line.startswith("Ollama:     ollama create ") and str(out / "Modelfile") in line for line in last), last
+    assert any(line.startswith("LM Studio:  lms import ") for line in last), last
+
+
+def test_a_fresh_demo_moves_the_old_one_aside(
+    tiny_run: Path, whet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo's recipe is a tiny one here: the real one takes minutes."""
+    (tmp_path / "recipes").mkdir()
+    recipe = (Path(__file__).parents[1] / "fixtures" / "tiny.yaml").read_text().replace("steps: 12", "steps: 1")
+    (tmp_path / "recipes/demo.yaml").write_text(recipe.replace("eval:\n", "eval:\n  tasks: [orders]\n  examples: 1\n"))
+    monkeypatch.setattr("importlib.resources.files", lambda _: tmp_path)
+    shutil.copytree(tiny_run, tmp_path / "demo")
+    ended = whet("demo", "--fresh", "--dir", tmp_path / "demo")
+    assert ended.code == 0, ended.err
+    assert f"now in {tmp_path / 'demo.1'}" in ended.err
+    assert (tmp_path / "demo.1/metrics.jsonl").read_bytes() == (tiny_run / "metrics.jsonl").read_bytes()

@@ -69,11 +69,12 @@ MOMENTS = {
     "loading": ("whet.run.assemble:build_model", signal.SIGTERM, 0),
     "checking": ("whet.run.model_builder:choose_packing", signal.SIGUSR1, 0),
     "measuring": ("whet.run.assemble:evaluate_run", signal.SIGTERM, 0),
-    "first step": ("whet.training.trainer:train_step", signal.SIGTERM, 2),  # all processes hear of it in the next
+    "first step": ("whet.training.trainer:train_step", signal.SIGTERM, 1),
+    "its last moment": ("whet.training.trainer:finish_step", signal.SIGTERM, 1),
     "shipping": ("whet.run.lifecycle:export_model", signal.SIGTERM, 12),
 }
 """A function that is called then, the signal, and the steps that the status knows of; None: there is no folder yet."""
-QUICK = ("loading", "first step")
+QUICK = ("loading", "first step", "its last moment")
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,22 @@ def test_a_stop_signal_at_any_moment_ends_with_75_and_the_run_resumes(
     assert again.code == 0, again.err
     assert exact_of(folder) == exact_of(tiny_run)
     assert state_of(folder) == state_of(tiny_run)
+
+
+def test_a_stop_during_an_evaluation_computes_no_further_step_and_evaluates_once(
+    whet: Any, recipe: str, tmp_path: Path, exact_of: Exact, state_of: State
+) -> None:
+    options = ["train", recipe, "train.precision=fp64", "train.steps=5", "eval.at_start=false", "eval.every=3"]
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    assert whet(*options, f"run.dir={whole}").code == 0
+    command = [sys.executable, "-c", SIGNALLED, "whet.run.assemble:evaluate_run", str(int(signal.SIGINT)), *options]
+    done = subprocess.run([*command, f"run.dir={folder}"], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 75, done.stderr
+    assert "stopped after step 3 of 5" in done.stderr
+    assert [line["step"] for line in exact_of(folder)] == [1, 2, 3, 3]
+    assert whet(*options, f"run.dir={folder}", "--resume").code == 0
+    assert exact_of(folder) == exact_of(whole)
+    assert state_of(folder) == state_of(whole)
 
 
 @pytest.mark.slow

@@ -183,7 +183,7 @@ def test_a_stop_request_reaches_every_rank(store: Store) -> None:
     root = LossModel(model)
     optimizer, loader = build_optimizer(root, OPTIMIZER, 0), Loader(store, plan, 1, 0, 1)
     for stop in (False, True):
-        assert take(root, optimizer, loader, 5, stop=stop).stop_requested is stop
+        assert take(root, optimizer, loader, 5, stop_requested=lambda stop=stop: stop).stop_requested is stop
 
 
 @pytest.mark.parametrize("loss_scale", [1024.0, 3.0])

@@ -62,8 +62,8 @@ def rank_by_score(steps: Iterable[int], scores: Mapping[int, float], lower_is_be
 
 
 def lower_is_better(metric: str) -> bool:
-    """True for losses and bits per byte, False for accuracies and task scores."""
-    return not (metric.startswith("task/") or "accuracy" in metric)
+    """True for losses and bits per byte, False for accuracies, task scores and metrics of the user's own."""
+    return not (metric.startswith(("task/", "metric/")) or "accuracy" in metric)
 
 
 # The files.

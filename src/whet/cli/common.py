@@ -71,6 +71,7 @@ def cli_command(function: Callable[P, dict[str, Any] | None]) -> Callable[P, Non
         as_json = bool(kwargs.get("as_json"))
         if kwargs.get("quiet"):
             console.set_quiet()
+        console.show_start()
         try:
             result = function(*args, **kwargs)
         except KeyboardInterrupt:
@@ -93,6 +94,7 @@ def cli_command(function: Callable[P, dict[str, Any] | None]) -> Callable[P, Non
             if result is not None and result.get("exit_code"):
                 raise typer.Exit(result["exit_code"])
         finally:
+            console.end_start()
             console.close_log()
 
     return command
@@ -100,10 +102,13 @@ def cli_command(function: Callable[P, dict[str, Any] | None]) -> Callable[P, Non
 
 def confirm(question: str, yes: bool) -> None:
     """Ask on the terminal; a script has to say --yes."""
+    from whet.core.console import end_start
+
     if yes:
         return
     if not sys.stdin.isatty():
         raise WhetError(f"{question} There is no terminal to ask at: add --yes")
+    end_start()
     if not typer.confirm(escape_controls(question), err=True):
         raise WhetError("nothing was done")
 

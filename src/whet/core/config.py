@@ -227,6 +227,8 @@ def _describe_error(root: type[Section], tree: Node, detail: ErrorDetails) -> st
     while path and _find_field(root, path) is None:  # pydantic adds the branch of a union to the path
         path = path[:-1]
     field, node = _find_field(root, path), tree.at(path)
+    if detail["type"] == "value_error":  # raised by a validator of ours, in its own words
+        return f"{node.place}: {_format_path(path)}: {node.plain(named=True)!r}: {context['error']}"
     expected = describe_type(field.annotation) if field else "something else"
     limit = f" ({detail['msg'][:1].lower()}{detail['msg'][1:]})" if _is_range_error(detail["type"]) else ""
     return (

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -86,7 +87,24 @@ _stderr: Any = _Stderr()
 _console = SafeConsole(file=_stderr, stderr=True, soft_wrap=not sys.stderr.isatty())
 _quiet = False
 _log: SafeConsole | None = None
+_start: Status | None = None
 _LOG_INTERVAL_S = 20.0
+
+
+def show_start() -> None:
+    """Show on a terminal that the command has begun, until it prints its first line: imports take seconds."""
+    global _start
+    if live_console() is not None:
+        _start = _console.status("starting")
+        _start.start()
+
+
+def end_start() -> None:
+    """Before something else is shown."""
+    global _start
+    if _start is not None:
+        shown, _start = _start, None
+        shown.stop()
 
 
 def set_quiet() -> None:
@@ -121,6 +139,7 @@ def _write_log(*parts: Any) -> None:
 
 def info(*parts: Any, style: str | None = None) -> None:
     """Print a line or a rich renderable."""
+    end_start()
     masked = [mask_secrets(part) if isinstance(part, str) else part for part in parts]
     _write_log(*masked)
     if not _quiet:
@@ -129,6 +148,7 @@ def info(*parts: Any, style: str | None = None) -> None:
 
 def info_item(sign: str, title: str, text: str, style: str = "", always: bool = False) -> None:
     """Print a line with a sign and a title in `style`; terminals wrap it with an indent. `always`: despite --quiet."""
+    end_start()
     _write_log(f"{sign} {title}: {mask_secrets(text)}")
     if _quiet and not always:
         return
@@ -143,6 +163,7 @@ def info_item(sign: str, title: str, text: str, style: str = "", always: bool = 
 
 def warn(text: str) -> None:
     """Print a warning."""
+    end_start()
     line = f"warning: {mask_secrets(text)}"
     _write_log(line)
     if not _quiet:
@@ -151,6 +172,7 @@ def warn(text: str) -> None:
 
 def print_error(text: str) -> None:
     """Print the error that a command ends with, despite --quiet."""
+    end_start()
     line = mask_secrets(text)
     _write_log(line)
     SafeConsole(file=_stderr, stderr=True).print(line, style="bold red")
@@ -158,6 +180,7 @@ def print_error(text: str) -> None:
 
 def print_traceback() -> None:
     """Print the traceback of the exception being handled, despite --quiet."""
+    end_start()
     text = mask_secrets(traceback.format_exc())
     _write_log(text)
     SafeConsole(file=_stderr, stderr=True).print(text)
@@ -165,12 +188,14 @@ def print_traceback() -> None:
 
 def print_result(text: str, end: str = "\n") -> None:
     """Print a result, such as the answer of a model, to stdout. Secrets in it are not masked."""
+    end_start()
     sys.stdout.write(escape_controls(text) + end)
     sys.stdout.flush()
 
 
 def print_json(value: dict[str, Any]) -> None:
     """Print the result of a command called with --json: one JSON object on one line of stdout."""
+    end_start()
     sys.stdout.write(escape_json_controls(json.dumps(value, ensure_ascii=False, allow_nan=False)) + "\n")
     sys.stdout.flush()
 
@@ -195,6 +220,19 @@ class ProgressBar:
             if live_console() is None and not _quiet:
                 _console.print(line)
 
+    def track(self, parts: Iterable[Any]) -> Iterator[Any]:
+        """The parts, counted as they are taken."""
+        known = list(parts)
+        self._progress.update(self._task, total=len(known))
+        for part in known:
+            yield part
+            self.advance()
+
+    def finish(self) -> None:
+        """All is done: the total, if it was an estimate, is what was done."""
+        task = self._progress.tasks[self._task]
+        self._progress.update(self._task, total=task.completed)
+
     def _format_times(self, done: float, total: float | None) -> str:
         """Time since the start of this process, and an estimate of the time left."""
         elapsed, advanced = self._logged - self._began, done - self._at_start
@@ -211,12 +249,14 @@ def _format_duration(seconds: float) -> str:
 
 def live_console() -> Console | None:
     """The console, if it is a terminal that can show something live; None in a log, and with --quiet."""
+    end_start()
     return _console if _console.is_terminal and not _console.is_dumb_terminal and not _quiet else None
 
 
 @contextmanager
 def progress(title: str, total: int | None, done: int = 0) -> Iterator[ProgressBar]:
     """A progress bar on a terminal, removed at the end; in a log file, a line every 20 seconds."""
+    end_start()
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
@@ -227,6 +267,18 @@ def progress(title: str, total: int | None, done: int = 0) -> Iterator[ProgressB
     with Progress(*columns, console=_console, disable=_quiet, transient=_console.is_terminal) as display:
         task = display.add_task(escape_controls(mask_secrets(title)), total=total, completed=done, note="")
         yield ProgressBar(display, task)
+
+
+@contextmanager
+def loading(what: str) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
+    """Print what is being loaded; on a terminal, a bar shows that it goes on. Yields a function that passes the parts
+    of it on and counts them."""
+    info(f"loading {what}")
+    if live_console() is None:
+        yield iter
+        return
+    with progress("loading", None) as bar:
+        yield bar.track
 
 
 def silence_libraries() -> None:

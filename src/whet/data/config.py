@@ -46,7 +46,8 @@ class Source(Section):
 
     path: str = Field(
         description="A file (.jsonl, .json, .csv, .xlsx, .txt, .parquet, .arrow, .bin; .gz and .zst too), a folder, a "
-        "glob, - for stdin, hub:OWNER/NAME, or a built-in dataset such as builtin:orders."
+        "glob, - for stdin, hub:OWNER/NAME, a built-in dataset such as builtin:orders, or plugin:NAME, a source of "
+        "your own (docs/python.md)."
     )
     format: Format = Field(
         default="auto", description="The format of the records; auto detects it and prints the result."
@@ -116,7 +117,7 @@ class Source(Section):
 
     def identity(self) -> tuple[str, str, str]:
         """(resolved path, split, subset): equal for two spellings of the same path."""
-        named = self.path == "-" or self.path.startswith(("builtin:", "hub:"))
+        named = self.path == "-" or self.path.startswith(("builtin:", "hub:", "plugin:"))
         path = self.path if named else str(resolve_path(user_path(self.path)))
         return path, self.split or ("train" if self.is_builtin else ""), self.subset or ""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from whet.core.config import Section, config_error
 from whet.core.files import user_path
+from whet.core.plugins import require_plugin
 
-ScorerName = Literal["exact", "number", "contains", "regex", "json", "json-schema", "bleu", "chrf", "rouge"]
-SCORERS: tuple[str, ...] = ScorerName.__args__  # type: ignore[attr-defined]
+SCORERS = ("exact", "number", "contains", "regex", "json", "json-schema", "bleu", "chrf", "rouge")
 _BUILTIN_PREFIX = "builtin:"
 
 
@@ -23,10 +23,10 @@ class TaskConfig(Section):
         "answer, MMLU, ARC, GSM8K, HumanEval, or conversations, whose last message is the correct answer."
     )
     name: str | None = Field(default=None, description="The task's name; absent: the file name without extension.")
-    scorer: ScorerName | None = Field(
+    scorer: str | None = Field(
         default=None,
-        description="How answers are scored; absent: by the file's format (multiple choice by letters, GSM8K by "
-        "number, HumanEval by its tests), else exact.",
+        description=f"How answers are scored: {', '.join(SCORERS)}, or one of your own (docs/python.md); absent: by "
+        "the file's format (multiple choice by letters, GSM8K by number, HumanEval by its tests), else exact.",
     )
     pattern: str | None = Field(
         default=None,
@@ -52,6 +52,13 @@ class TaskConfig(Section):
         "only inline calculations are evaluated, if the tokenizer has nanochat's special tokens for them.",
     )
     examples: int | None = Field(default=None, ge=1, description="Number of examples; absent: eval.examples.")
+
+    @field_validator("scorer")
+    @classmethod
+    def _scorer_exists(cls, scorer: str | None) -> str | None:
+        if scorer is not None and scorer not in SCORERS:
+            require_plugin("scorers", scorer, SCORERS)
+        return scorer
 
     @model_validator(mode="before")
     @classmethod
@@ -112,6 +119,11 @@ class EvalConfig(Section):
         description="Messages that the model answers at every evaluation, into samples.jsonl. Absent: the beginnings "
         "of a few validation conversations, if there are no tasks; []: none.",
     )
+    metrics: list[str] = Field(
+        default=[],
+        description="Metrics of your own over all answers to tasks and prompts, by the name of their entry point in "
+        "whet.metrics (docs/python.md); each becomes metric/NAME, higher being better.",
+    )
     patience: int | None = Field(
         default=None,
         ge=1,
@@ -134,8 +146,15 @@ class EvalConfig(Section):
     best: str = Field(
         default="val_loss",
         description="The metric of checkpoints/best and checkpoint.keep_best, such as val_loss or task/orders; higher "
-        "is better for tasks and accuracies, lower for all others.",
+        "is better for tasks, accuracies and metrics of your own, lower for all others.",
     )
+
+    @field_validator("metrics")
+    @classmethod
+    def _metrics_exist(cls, metrics: list[str]) -> list[str]:
+        for name in metrics:
+            require_plugin("metrics", name)
+        return metrics
 
     @model_validator(mode="after")
     def _names_differ(self) -> EvalConfig:

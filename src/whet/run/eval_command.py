@@ -34,7 +34,7 @@ from whet.model.loss.loss_model import LossModel
 from whet.model.packing_check import require_finite_logits
 from whet.registry.references import pin_version
 from whet.run.data import RunData, load_ledger_data, load_run_tokenizer, prepare_data, require_same_tokenizer
-from whet.run.evaluation import evaluate_tasks, evaluate_validation
+from whet.run.evaluation import evaluate_tasks, evaluate_validation, own_metrics
 from whet.run.load_models import find_run, load_inference_model, restore_checkpoint_
 from whet.run.model_builder import build_loss_model, build_model, install_attention
 from whet.run.resume import changed_settings, read_run_config, recorded_data
@@ -204,6 +204,7 @@ def _evaluate_run(
     if config.data.validation is not None and with_loss:
         losses = _validation_losses(config, _run_data(path, config), model, ranks, precision)
     task_results = evaluate_tasks(config, renderer, root, ranks, autocast)
+    losses |= _own_metrics(config, task_results, ranks)
     return EvaluationResult({"run": str(path), "step": step}, losses, task_results, base_task_results)
 
 
@@ -239,7 +240,14 @@ def _evaluate_model(reference: str, config: Config, ranks: Ranks, with_loss: boo
         install_attention(config, loaded.model, precision, ranks.device, data.typical_length)
         losses = _validation_losses(config, data, loaded.model, ranks, precision)
     task_results = evaluate_tasks(config, loaded.renderer, LossModel(loaded.model), ranks)
+    losses |= _own_metrics(config, task_results, ranks)
     return EvaluationResult({"model": reference}, losses, task_results)
+
+
+def _own_metrics(config: Config, task_results: list[TaskResult], ranks: Ranks) -> dict[str, float]:
+    """Of the answers to tasks; a run's recipe may have only prompts, which `whet eval` does not answer."""
+    samples = [sample for result in task_results for sample in result.samples]
+    return own_metrics(config, samples, ranks) if samples else {}
 
 
 def _with_perplexity(losses: dict[str, float]) -> dict[str, float]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from whet.config import Config
 from whet.core.distributed import Ranks
+from whet.core.errors import WhetError
+from whet.core.plugins import load_plugin, require_number
 from whet.data.plan.planner import plan_single_step
 from whet.data.render.renderer import Renderer
 from whet.inference.fixed_prompts import answer_prompts, given_prompts, held_out_prompts
@@ -42,8 +44,18 @@ def evaluate_run(
             metrics[f"scored/{result.task}"] = len(result.samples)
         samples += result.samples
     samples += _answer_fixed_prompts(config, data, root, ranks, autocast)
+    metrics |= own_metrics(config, samples, ranks)
     reshard(root)
     return Evaluation(metrics, samples, losses)
+
+
+def own_metrics(config: Config, samples: Sequence[AnsweredExample], ranks: Ranks) -> dict[str, float]:
+    """The metrics of eval.metrics over all answers; rank 0 computes them for all."""
+    found = []
+    for name in config.eval.metrics if ranks.is_main else ():
+        metric = load_plugin("metrics", name, "eval.metrics")
+        found.append((f"metric/{name}", require_number(metric([each.as_dict() for each in samples]), f"metric {name}")))
+    return dict(ranks.all_gather(found))
 
 
 def evaluate_validation(
@@ -101,7 +113,13 @@ def _answer_fixed_prompts(
 
 
 def require_prompts(config: Config, data: RunData, root: LossModel) -> None:
-    """Refuse prompts that the model cannot answer before the first step, not at the first evaluation."""
+    """Refuse prompts that the model cannot answer, and metrics that cannot be computed, before the first step, not at
+    the first evaluation."""
+    has_answers = config.eval.tasks or config.eval.prompts or (config.eval.prompts is None and data.validation)
+    for name in config.eval.metrics:
+        if not has_answers:
+            raise WhetError("eval.metrics: there are no answers to measure. Give eval.tasks or eval.prompts")
+        load_plugin("metrics", name, "eval.metrics")
     if config.eval.prompts:
         given_prompts(config.eval.prompts, _inference_model(config, data, root, contextlib.nullcontext))
 

@@ -15,7 +15,7 @@ from torch import nn
 from whet.checkpoint import directory
 from whet.checkpoint.load import load_checkpoint
 from whet.config import Config
-from whet.core.console import silence_libraries, warn
+from whet.core.console import info, silence_libraries, warn
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
 from whet.core.run_folder import parse_run_reference
@@ -26,12 +26,13 @@ from whet.inference.inference_model import InferenceModel, stop_token_ids
 from whet.inference.sampling import Sampling
 from whet.model import attention
 from whet.model.config import ModelConfig
-from whet.model.load.pretrained import load_model, load_with_transformers
+from whet.model.load.pretrained import load_model, load_with_transformers, show_loading
 from whet.model.load.resize_embeddings import resize_embeddings_
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.load.weight_files import (
     load_error,
     locate_model,
+    reach_model,
     require_certified_files,
     require_files_inside,
     require_no_typo,
@@ -95,6 +96,7 @@ def _load_run(path: Path, step: str, load: LoadMode) -> tuple[Config, nn.Module,
     config = read_run_config(path)
     require_same_tokenizer(config, path / "ledger.json")
     number = directory.resolve_step(path / "checkpoints", step)
+    info(f"loading {path} (step {number})")
     model = load_checkpoint_model(config, number, init_distributed())
     cast_trained_modules_(model)
     return config, model, Renderer(load_run_tokenizer(config), "assistant", system=config.data.system)
@@ -239,14 +241,15 @@ def _load_base_model(config: ModelConfig, load: LoadMode) -> nn.Module:
 
 
 def _load_with_device_map(config: ModelConfig) -> nn.Module:
-    place = locate_model(config.path)
+    place = reach_model(config.path)
     require_files_inside(place)
     require_certified_files(Path(place))
     try:
-        loaded: nn.Module = load_with_transformers(
-            place, revision=config.revision, trust_remote_code=config.trust_remote_code,
-            dtype="auto", device_map="auto",
-        )  # fmt: skip
+        with show_loading(config):
+            loaded: nn.Module = load_with_transformers(
+                place, revision=config.revision, trust_remote_code=config.trust_remote_code,
+                dtype="auto", device_map="auto",
+            )  # fmt: skip
         return loaded
     except torch.OutOfMemoryError:
         raise  # nothing is wrong with the files

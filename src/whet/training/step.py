@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -36,12 +36,13 @@ if TYPE_CHECKING:
 
 def train_step(
     forward: ForwardPasses, optimizer: torch.optim.Optimizer | None, *, ranks: Ranks, clip_norm: float,
-    spike_limit: float = math.inf, stop: bool = False, save: bool = False,
+    spike_limit: float = math.inf, stop_requested: Callable[[], bool] = lambda: False, save: bool = False,
 ) -> PendingStep:  # fmt: skip
     """Launch one optimizer step over this rank's micro-batches; `PendingStep.wait` returns its loss and gradient norm.
 
     The optimizer changes no weight if the loss or the gradient norm is not finite or the loss is above `spike_limit`.
-    `stop` and `save` are requests of this rank; the result has those of any rank. Without an optimizer, as in
+    `stop_requested` and `save` are requests of this rank; the result has those of any rank. Whether to stop is asked
+    after the passes, so that a signal during them ends the run with this step. Without an optimizer, as in
     `whet train --replay`, only gradients are computed. A rank that runs out of memory repeats its passes with smaller
     micro-batches, while the others wait for its gradients.
     """
@@ -54,7 +55,7 @@ def train_step(
         forward, ran_out_of_memory = forward.in_smaller_micro_batches(ranks), True
     # loss, hits, then what fill_ sets without waiting for the device, unlike an assignment; the squared gradient norm;
     # then the loss of each conversation
-    for index, flag in enumerate((stop, save, ran_out_of_memory), 2):
+    for index, flag in enumerate((stop_requested(), save, ran_out_of_memory), 2):
         sums[index].fill_(flag)
 
     # Reduce gradients and sums over the ranks. Ranks of one tensor-parallel group have the same loss: one counts.

@@ -33,6 +33,10 @@ _STEPS_UNTIL_IDLE = 100
 def train(run: Run) -> None:
     """Train to the last step of this process. Raises StoppedError on request, after saving a checkpoint."""
     signals: list[int] = []
+
+    def stop_requested() -> bool:
+        return bool(signals) or run.output.stop_requested()
+
     is_rolled_back = True
     while is_rolled_back:  # a rollback continues from its checkpoint as a resumed run would
         is_rolled_back = False
@@ -50,14 +54,14 @@ def train(run: Run) -> None:
                     if run.guard.excludes(number):
                         line, stop, save = exclude_step(run), False, False
                     else:
-                        stop, save = bool(signals) or run.output.stop_requested(), save_is_due(run)
+                        save = save_is_due(run)
                         totals = run.totals.add(run.loader.totals(run.step), run.flops)
                         rates = set_step_rates(run, totals)
                         pending = train_step(
-                            overlap.take(run.step), run.optimizer, ranks=run.ranks, stop=stop, save=save,
-                            clip_norm=run.config.train.clip_norm, spike_limit=run.guard.spike_limit(),
+                            overlap.take(run.step), run.optimizer, ranks=run.ranks, stop_requested=stop_requested,
+                            save=save, clip_norm=run.config.train.clip_norm, spike_limit=run.guard.spike_limit(),
                         )  # fmt: skip
-                        if not (stop or save):
+                        if not (save or stop_requested()):
                             overlap.launch_next(totals)
                         result = pending.wait()
                         if not result.updated:
@@ -69,6 +73,8 @@ def train(run: Run) -> None:
                             overlap.discard()
                             use_smaller_micro_batches(run, pending.micro_rows, number)
                             overlap = Overlap(run)  # which may have found no memory to start early
+                if run.ranks.world_size == 1:  # several had to agree before they reduced the step's gradients
+                    stop = stop_requested()
                 if line is None:
                     if stop:
                         raise StoppedError(
@@ -78,21 +84,29 @@ def train(run: Run) -> None:
                     break
                 average = smoothed.add(line["loss"])
                 bar.finish_step(line, average, progress_note(line, average))
-                if stop or save or run.intervals.saves_after(run.step, epochs_before, run.epochs(run.totals)):
-                    PHASE.enter("saving a checkpoint")
-                    run.output.write_phase(run.step)
-                    save_checkpoint(run)
+                is_saved = stop or save or run.intervals.saves_after(run.step, epochs_before, run.epochs(run.totals))
+                if is_saved:
+                    _save(run)
+                if not stop and run.intervals.evaluates_after(run.step):
+                    evaluate(run)
+                    if run.ends_early():
+                        break
+                    stop = run.step < run.intervals.last and any(run.ranks.all_gather([stop_requested()]))
+                    if stop and not is_saved:
+                        _save(run)
+                    run.model.train()  # not before every step: a model with adapters has thousands of modules
                 if stop:
                     wait_for_save(run)
                     saved = "a checkpoint is saved. Start it again to continue (whet train: with --resume)"
                     if run.config.checkpoint.optimizer == "none":
                         saved = "its weights are saved, without the optimizer's state (checkpoint.optimizer: none)"
                     raise StoppedError(f"stopped after step {run.step} of {run.intervals.steps}; {saved}")
-                if run.intervals.evaluates_after(run.step):
-                    evaluate(run)
-                    if run.ends_early():
-                        break
-                    run.model.train()  # not before every step: a model with adapters has thousands of modules
+
+
+def _save(run: Run) -> None:
+    PHASE.enter("saving a checkpoint")
+    run.output.write_phase(run.step)
+    save_checkpoint(run)
 
 
 def finish_step(

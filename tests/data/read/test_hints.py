@@ -99,7 +99,7 @@ def test_it_is_read_and_the_assumption_is_named(
         ("a.csv", b"Question,Reponse\na,b\n", "prompt for 'Question' and completion for 'Reponse'?"),
         ("a.csv", "质问,答\na,b\n".encode(), "If '质问' is the question and '答' the answer, write under data: sou"),
         ("a.csv", b"prompt,\xff\n" + "äöü,ß\n".encode(), "the name of a column is not valid UTF-8"),
-        ("a.csv", TABLE.encode("utf-16-le"), "UTF-16 without a byte order mark; save it as UTF-8"),
+        ("a.jsonl", TABLE.encode("utf-16-le"), "UTF-16 without a byte order mark; save it as UTF-8"),
         ("a.csv", workbook(), "the workbook cannot be read ("),
         ("a.xlsx", b"PK\x03\x04xl/", "the workbook cannot be read (BadZipFile: "),
         ("a.ods", b"PK\x03\x04mimetypeapplication/vnd.oasis.opendocument", "a spreadsheet. Save it as .xlsx or as CSV"),

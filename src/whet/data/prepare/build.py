@@ -315,6 +315,7 @@ def make_chunks(job: PrepareJob, first: int, step: int, cached: bool) -> int:
                 work(0, queue)
             except WorkItemError as failure:
                 raise failure.error from None
+        bar.finish()
     return queue.last + 1
 
 

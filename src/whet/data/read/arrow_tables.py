@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.core.files import user_path
+from whet.core.hub import is_hub_name, reach_hub
 from whet.core.limits import limited
 from whet.data.read.container import Container, RawRecord, require_pyarrow
 
@@ -203,6 +204,8 @@ def _load_dataset(name: str, subset: str | None, split: str | None) -> tuple[Any
             f"data.sources: hub:{name}: the datasets library is not installed: pip install 'whet[data]'"
         ) from None
     path = user_path(name)
+    if not path.exists() and is_hub_name(name):
+        reach_hub(name, "datasets")
     try:
         if path.is_file():
             builder = _BUILDER_OF_SUFFIX.get(path.suffix, "json")

@@ -15,6 +15,7 @@ from whet.data.read.container import Container, RawRecord, marked_encoding, open
 from whet.data.read.formats import FORMATS
 from whet.data.read.question_formats import ANSWER_WORDS, QUESTION_WORDS, list_choices
 from whet.data.read.record_fields import closest_key, find_optional, present_names
+from whet.data.read.text_encoding import unmarked_utf16
 from whet.data.read.text_formats import find_chat_marker
 from whet.data.read.unsupported_records import (
     SCORE,
@@ -102,9 +103,7 @@ def _reject_binary(container: Container) -> None:
     with open_bytes(container.path, container.name) as stream:
         head = stream.read(4096)
     if b"\0" in head:
-        half = head[: len(head) // 2 * 2]
-        is_utf16 = max(half[::2].count(0), half[1::2].count(0)) > len(half) // 4 and b"\0\0" not in half
-        what = "UTF-16 without a byte order mark; save it as UTF-8" if is_utf16 else "binary data, not text"
+        what = "UTF-16 without a byte order mark; save it as UTF-8" if unmarked_utf16(head) else "binary data, not text"
         raise WhetError(
             f"data.sources: {container.name}: the file is {what}. whet reads JSONL, JSON, CSV, Parquet, Arrow and .txt "
             "by suffix, also compressed (.gz, .zst)"
@@ -258,8 +257,9 @@ def _suggest_for_record(record: Any, fields: Mapping[str, str]) -> SuggestedFiel
             )
             if key is not None:
                 near[field] = key
-        for field in list(near):  # fields that the format does not require
-            if form.recognise(record, {**fields, **near} | {field: fields.get(field, "\0")}):
+        for field in list(near):  # fields that the format does not require; of those, a system message is clear
+            is_system = field == "system" and closest_key(form.fields[field], [near[field]], cutoff=1.0)
+            if not is_system and form.recognise(record, {**fields, **near} | {field: fields.get(field, "\0")}):
                 del near[field]
         if near and form.recognise(record, {**fields, **near}):
             return SuggestedFields(name, {**fields, **near})

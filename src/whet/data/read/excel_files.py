@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import re
 import warnings
 import zipfile
@@ -13,7 +14,7 @@ from typing import Any
 
 from whet.core.errors import WhetError
 from whet.data.read.container import Container, RawRecord, UnreadableRecord
-from whet.data.read.text_files import check_header, describe_unnamed, table_record
+from whet.data.read.text_files import HEADER_ROWS, check_header, describe_unnamed, find_header, is_blank, table_record
 
 _MAX_BYTES = 2**30
 """Of a workbook, decompressed."""
@@ -21,25 +22,31 @@ _CARRIAGE_RETURN = re.compile(r"_x000D_\n?")
 
 
 class ExcelFile(Container):
-    """An .xlsx workbook: the first visible sheet, whose first row names the columns. Formulas count by the value that
-    Excel saved."""
+    """An .xlsx workbook: the first visible sheet with a table, whose first row names the columns. Formulas count by the
+    value that Excel saved."""
 
     kind = "xlsx"
 
     def __init__(self, name: str, path: Path) -> None:
         super().__init__(name, path)
         with self._sheet() as (sheet, others):
+            first = list(itertools.islice(_rows(sheet), HEADER_ROWS))
+            header = find_header([row for _, row in first])
+            self._header_row = first[header][0] if first else 1
             self._rows = sheet.max_row or 0
-            self.note = f"sheet {sheet.title!r}" + (
-                f" (not read: {', '.join(map(repr, others))}; to read another, save it as CSV UTF-8)" if others else ""
-            )
+            notes = [
+                f"sheet {sheet.title!r}",
+                f"columns named in row {self._header_row}" if header else "",
+            ]
+            if others:
+                notes[0] += f" (not read: {', '.join(map(repr, others))}; to read another, save it as CSV UTF-8)"
+            self.note = ", ".join(filter(None, notes))
 
     def records(self) -> Iterator[RawRecord]:
         header: list[str] | None = None
         with self._sheet() as (sheet, _):
-            for number, cells in enumerate(sheet.iter_rows(values_only=True), 1):
-                row = [_cell_text(cell) for cell in cells]
-                if not any(row):
+            for number, row in _rows(sheet):
+                if number < self._header_row:
                     continue
                 if header is None:
                     while row and not row[-1].strip():
@@ -54,7 +61,7 @@ class ExcelFile(Container):
                     yield RawRecord(number, table_record(header, row[: len(header)]), self.name)
 
     def count(self) -> int:
-        return max(0, self._rows - 1)
+        return max(0, self._rows - self._header_row)
 
     @contextlib.contextmanager
     def _sheet(self) -> Iterator[tuple[Any, list[str]]]:
@@ -79,7 +86,13 @@ class ExcelFile(Container):
                     visible = [sheet for sheet in book.worksheets if sheet.sheet_state == "visible"]
                     if not visible:
                         raise WhetError(f"data.sources: {self.name}: the workbook has no visible sheet with cells")
-                    yield visible[0], [sheet.title for sheet in visible[1:]]
+                    chosen = next((sheet for sheet in visible if _has_table(sheet)), None)
+                    if chosen is None:
+                        raise WhetError(
+                            f"data.sources: {self.name}: sheet {visible[0].title!r} has no rows under the names of "
+                            "columns. Write them into its first row, such as prompt and completion"
+                        )
+                    yield chosen, [sheet.title for sheet in visible if sheet is not chosen]
         except (WhetError, OSError):
             raise
         except Exception as error:  # whatever the parsers of a damaged file raise
@@ -87,6 +100,19 @@ class ExcelFile(Container):
                 f"data.sources: {self.name}: the workbook cannot be read ({type(error).__name__}: {error}). Save it "
                 "again, or as CSV UTF-8"
             ) from None
+
+
+def _has_table(sheet: Any) -> bool:
+    """Whether a sheet has at least two rows, the names of the columns being one. A chart has none."""
+    return hasattr(sheet, "iter_rows") and len(list(itertools.islice(_rows(sheet), 2))) == 2
+
+
+def _rows(sheet: Any) -> Iterator[tuple[int, list[str]]]:
+    """The rows that are not blank, each with its number."""
+    for number, cells in enumerate(sheet.iter_rows(values_only=True), 1):
+        row = [_cell_text(cell) for cell in cells]
+        if not is_blank(row):
+            yield number, row
 
 
 def _cell_text(cell: Any) -> str:

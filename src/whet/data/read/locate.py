@@ -11,16 +11,17 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from whet.core.errors import WhetError
-from whet.core.files import cache_dir, read_json, temporary_path, user_path
+from whet.core.errors import WhetError, first_line
+from whet.core.files import cache_dir, hash_json, read_json, temporary_path, user_path
+from whet.core.plugins import load_plugin
 from whet.data.config import Source
 from whet.data.read.arrow_tables import ArrowTable, HubDataset, ParquetTable
 from whet.data.read.container import MAX_RECORD_BYTES, Container, detect_compression, marked_encoding, open_bytes
 from whet.data.read.excel_files import ExcelFile
 from whet.data.read.json_files import JsonArrayFile, JsonLinesFile, JsonObjectFile, is_list_of_records, is_record
-from whet.data.read.text_files import CsvFile, TextFile
+from whet.data.read.text_files import CsvFile, TextFile, is_table
 from whet.data.read.token_files import TokenFile
 from whet.data.read.unsupported_records import find_records_inside
 
@@ -60,6 +61,8 @@ def _check_options(source: Source, found: list[Container]) -> None:
 def _locate_files(source: Source) -> list[tuple[str, Path]]:
     if source.path == "-":
         return [("stdin", spool_stdin())]
+    if source.path.startswith("plugin:"):
+        return [(source.path, spool_plugin(source.path))]
     path = user_path(source.path)
     tokens = Path(f"{path}.bin")
     if not path.exists() and tokens.is_file():  # GPT-NeoX and Megatron name token files without the suffix
@@ -146,7 +149,7 @@ def _is_saved_dataset(source: Source) -> bool:
 
 _JSONL_SUFFIXES, _JSON_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines"), (".json",)
 _PARQUET_SUFFIXES, _ARROW_SUFFIXES = (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
-_CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_CSV_DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
 _EXCEL_SUFFIXES, _ZIP_MAGIC = (".xlsx", ".xlsm"), b"PK\x03\x04"
 _COMPRESSED_SUFFIXES = (".gz", ".zst", ".zstd")
 
@@ -222,6 +225,8 @@ def _open_by_suffix(name: str, path: Path, source: Source, suffix: str, head: by
     if suffix in _CSV_DELIMITERS:
         return CsvFile(name, path, _CSV_DELIMITERS[suffix], source.encoding)
     if suffix == ".txt":
+        if source.format not in ("text", "transcript", "marked") and is_table(path, name):
+            return CsvFile(name, path, "\t", source.encoding)
         return TextFile(name, path, source.encoding)
     if suffix in _JSON_SUFFIXES or name == "stdin":
         return _open_json(name, path, source.split)
@@ -294,30 +299,68 @@ def _require_uncompressed(path: Path, name: str) -> Path:
     return path
 
 
-# `-`: standard input is spooled to a file, because a source is read several times and by several processes.
-
-_STDIN_VARIABLE = "WHET_STDIN"
-"""The spool file, for this process and its children, which cannot read standard input again."""
+# `-` and plugin:NAME are spooled to a file, because a source is read several times and by several processes.
 
 
 def spool_stdin() -> Path:
-    """The file that holds standard input. The process that wrote it removes it on exit."""
-    if _STDIN_VARIABLE in os.environ:
-        return Path(os.environ[_STDIN_VARIABLE])
-    if sys.stdin is None or sys.stdin.isatty():
+    """The file that holds standard input."""
+
+    def copy(file: IO[bytes]) -> None:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+
+    if "WHET_STDIN" not in os.environ and (sys.stdin is None or sys.stdin.isatty()):
         raise WhetError("data.sources: -: standard input is a terminal. Pipe data in: cat chats.jsonl | whet …")
+    return _spool("WHET_STDIN", copy)
+
+
+def spool_plugin(path: str) -> Path:
+    """The file that holds the records of plugin:NAME or plugin:NAME:ARGUMENT, a function of an installed package, as
+    JSON Lines. It is called once by a command."""
+    _, name, argument = [*path.split(":", 2), ""][:3]
+
+    def write(file: IO[bytes]) -> None:
+        count, records = 0, load_plugin("sources", name, "data.sources")
+        try:
+            for record in records(argument):
+                file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+                count += 1
+        except WhetError:
+            raise
+        except Exception as error:  # of the function, or of a value that JSON lacks
+            after = f"after {count} records" if count else "before its first record"
+            raise WhetError(f"data.sources: {path}: {type(error).__name__} {after}: {first_line(error)}") from error
+        if not count:
+            raise WhetError(f"data.sources: {path}: it has no records")
+
+    return _spool(f"{_PLUGIN_VARIABLE}{hash_json(path)[:16]}", write)
+
+
+_PLUGIN_VARIABLE = "WHET_PLUGIN_"
+
+
+def forget_plugin_records() -> None:
+    """Before another command in the same process: a source may have new records by then."""
+    for variable in [name for name in os.environ if name.startswith(_PLUGIN_VARIABLE)]:
+        del os.environ[variable]
+
+
+def _spool(variable: str, write: Callable[[IO[bytes]], None]) -> Path:
+    """The file whose name is in the environment, for this process and its children, which cannot read the source again;
+    else it is written now. The process that wrote it removes it on exit."""
+    if variable in os.environ:
+        return Path(os.environ[variable])
     folder = cache_dir() / "stdin"
     folder.mkdir(parents=True, exist_ok=True)
-    path = temporary_path(folder / "data")
-    atexit.register(_remove_spool, path, os.getpid())
+    path = temporary_path(folder / variable)
+    atexit.register(_remove_spool, path, variable, os.getpid())
     path.touch(mode=0o600)
     with path.open("wb") as file:
-        shutil.copyfileobj(sys.stdin.buffer, file)
-    os.environ[_STDIN_VARIABLE] = str(path)
+        write(file)
+    os.environ[variable] = str(path)
     return path
 
 
-def _remove_spool(path: Path, owner: int) -> None:
+def _remove_spool(path: Path, variable: str, owner: int) -> None:
     if os.getpid() == owner:
         path.unlink(missing_ok=True)
-        os.environ.pop(_STDIN_VARIABLE, None)
+        os.environ.pop(variable, None)

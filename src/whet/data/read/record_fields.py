@@ -114,9 +114,11 @@ def describe_keys(record: Mapping[str, Any], wanted: str) -> str:
     return f"it has {keys}" + ("" if near is None else f"; did you mean {wanted!r} for {near!r}?")
 
 
-def closest_key(wanted: Sequence[str], keys: Iterable[Any], exact: Sequence[str] = ()) -> str | None:
-    """The key that is one of these names but for case, white space or a typing error; or one of `exact` but for case,
-    white space and accents."""
+def closest_key(
+    wanted: Sequence[str], keys: Iterable[Any], exact: Sequence[str] = (), cutoff: float = 0.8
+) -> str | None:
+    """The key that is one of these names but for case, white space or a typing error (`cutoff` 1: without one); or one
+    of `exact` but for case, white space and accents."""
     texts = [key for key in keys if isinstance(key, str) and len(key) < 100]
     plain = {re.sub(r"[\s-]+", "_", key.strip().lower()): key for key in texts}
     bare = {_without_accents(name): key for name, key in plain.items()}
@@ -124,7 +126,7 @@ def closest_key(wanted: Sequence[str], keys: Iterable[Any], exact: Sequence[str]
         if name in bare:
             return bare[name]
     for name in wanted:
-        if found := difflib.get_close_matches(name, plain, n=1, cutoff=0.8):
+        if found := difflib.get_close_matches(name, plain, n=1, cutoff=cutoff):
             return plain[found[0]]
     return None
 

@@ -7,7 +7,7 @@ import contextlib
 import csv
 import io
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -22,12 +22,15 @@ from whet.data.read.container import (
     LazyRecord,
     RawRecord,
     UnreadableRecord,
+    content_size,
     estimate_count,
     open_bytes,
     read_whole,
     record_too_long,
 )
 from whet.data.read.json_files import count_lines
+from whet.data.read.question_formats import ANSWER_WORDS, PROMPT_COMPLETION_FIELDS, QUESTION_WORDS
+from whet.data.read.record_fields import closest_key
 from whet.data.read.text_encoding import UTF8, detect_encoding
 
 
@@ -40,14 +43,23 @@ class CsvFile(Container):
         """`delimiter` is that of the suffix; the file may show that it has another. `encoding`: None detects it."""
         super().__init__(name, path)
         self._codec, encoding_note = (encoding, "") if encoding else detect_encoding(path, name)
-        found = _detect_delimiter(path, name, self._codec, delimiter)
+        found, rows = _detect_delimiter(path, name, self._codec, delimiter)
+        header = find_header([row for _, row in rows])
+        self._header_line = rows[header][0] if rows else 1
         self.kind = "csv" if delimiter == "," else "tsv"
         if found != delimiter:
             self.kind += found
         if self._codec != UTF8:
             self.kind += f" {codecs.lookup(self._codec).name}"
         self.note = ", ".join(
-            filter(None, [f"{_DELIMITERS[found]}-separated" if found != delimiter else "", encoding_note])
+            filter(
+                None,
+                [
+                    f"{_DELIMITERS[found]}-separated" if found != delimiter else "",
+                    encoding_note,
+                    f"columns named in line {self._header_line}" if header else "",
+                ],
+            )
         )
         self._delimiter = found
 
@@ -65,16 +77,38 @@ class CsvFile(Container):
                     continue
                 if row is None:
                     break
-                if not row or not any(row):
+                if is_blank(row):
                     continue
                 if header is not None:
                     yield RawRecord(line, _csv_record(header, row, self._delimiter), self.name)
-                elif not _is_separator_line(row, line):
+                elif line >= self._header_line and not _is_separator_line(row, line):
                     header = check_header(row, f"data.sources: {self.name}:{line}")
                     self.note = describe_unnamed(self.note, header)
 
     def count(self) -> int:
+        """Exact for small files: a cell may have several lines, and rows may be blank."""
+        if content_size(self.path) <= _COUNTED_BYTES:
+            return sum(1 for _ in self.records())
         return max(0, estimate_count(self.path, self.name, count_lines) - 1)
+
+
+def is_blank(row: Sequence[str]) -> bool:
+    """Whether a row has no text; DOS ends a file with \\x1a."""
+    return not any(cell.strip("\x1a") for cell in row)
+
+
+def find_header(rows: Sequence[Sequence[str]]) -> int:
+    """The index of the row that names the columns: the first, unless it does not name a question and an answer and one
+    of the next rows does: titles and groups of columns are written above them."""
+    named = [number for number, row in enumerate(rows[:HEADER_ROWS]) if _names_columns(row)]
+    return named[0] if named else 0
+
+
+def _names_columns(row: Sequence[str]) -> bool:
+    names = [cell.strip() for cell in row if cell.strip()]
+    question = closest_key(PROMPT_COMPLETION_FIELDS["prompt"], names, QUESTION_WORDS.split(), cutoff=1.0)
+    answer = closest_key(PROMPT_COMPLETION_FIELDS["completion"], names, ANSWER_WORDS.split(), cutoff=1.0)
+    return question is not None and answer is not None and question != answer
 
 
 def check_header(header: list[str], place: str) -> list[str]:
@@ -129,6 +163,8 @@ def _bounded_lines(text: IO[str], name: str) -> Iterator[str]:
 
 
 def _csv_record(header: list[str], row: list[str], delimiter: str) -> LazyRecord:
+    if 1 < len(row) < len(header):
+        row = row + [""] * (len(header) - len(row))  # its last cells are empty
     if len(row) != len(header):
         hint = f'. Write a cell that contains a {_DELIMITERS[delimiter]} between double quotes: "…"'
         found = f"this row has {len(row)} fields, the header has {len(header)}"
@@ -146,34 +182,56 @@ _MISSING_VALUES = frozenset(("NaN", "nan", "<NA>", "#N/A", "#REF!", "#VALUE!", "
 _DETECTION_ROWS, _DETECTION_CHARACTERS = 100, 2**20
 
 
-def _detect_delimiter(path: Path, name: str, codec: str, expected: str) -> str:
-    """The delimiter of the suffix, unless not one row fits it, and exactly one other gives every row as many cells as
-    the header, at least two."""
+_COUNTED_BYTES = 2**25
+HEADER_ROWS = 10
+_MOST = 0.9
+
+
+def _detect_delimiter(path: Path, name: str, codec: str, expected: str) -> tuple[str, list[tuple[int, list[str]]]]:
+    """The delimiter, and the first rows by it, each with its line. It is that of the suffix, unless not one row fits
+    it, and one other fits more rows than any, and most: rows with as many cells as the header, at least two."""
     with _open_text(path, name, codec) as text:
         sample = text.read(_DETECTION_CHARACTERS)
     whole = len(sample) < _DETECTION_CHARACTERS
     lines = list(io.StringIO(sample, newline=""))[: None if whole else -1]  # the last one may be cut
     rows = {delimiter: _sample_rows(lines, delimiter) for delimiter in _DELIMITERS}
-    head, *body = rows[expected] or [[]]
+    head, *body = _table(rows[expected])
     if any(len(row) == len(head) > 1 for row in body) or (not body and len(head) > 1):
-        return expected
-    others = [
-        delimiter
-        for delimiter, found in rows.items()
-        if delimiter != expected and len(found) > 1 and len(found[0]) > 1 and len({len(row) for row in found}) == 1
-    ]
-    return others[0] if len(others) == 1 else expected
+        return expected, rows[expected]
+    fits = {delimiter: _share_of_rows(_table(found)) for delimiter, found in rows.items() if delimiter != expected}
+    best = [delimiter for delimiter, share in fits.items() if share == max(fits.values()) > _MOST]
+    found = best[0] if len(best) == 1 else expected
+    return found, rows[found]
 
 
-def _sample_rows(lines: list[str], delimiter: str) -> list[list[str]]:
-    """The first rows that are complete; none if one cannot be read."""
+def _table(rows: list[tuple[int, list[str]]]) -> list[list[str]]:
+    """The rows from the one that names the columns on."""
+    cells = [row for _, row in rows]
+    return cells[find_header(cells) :] or [[]]
+
+
+def _share_of_rows(rows: list[list[str]]) -> float:
+    """The share of rows with as many cells as the header; a row whose last cells are missing counts a
+    little less."""
+    head, *body = rows
+    if len(head) < 2 or not body:
+        return 0.0
+    full = sum(len(row) == len(head) for row in body)
+    short = sum(1 < len(row) < len(head) for row in body)
+    return (full + (1 - 1e-3) * short) / len(body)
+
+
+def _sample_rows(lines: list[str], delimiter: str) -> list[tuple[int, list[str]]]:
+    """The first rows that are complete, each with its line; none if one cannot be read."""
     csv.field_size_limit(MAX_RECORD_BYTES)
-    rows: list[list[str]] = []
+    rows: list[tuple[int, list[str]]] = []
     reader = csv.reader(iter(lines), delimiter=delimiter, strict=True)
     try:
+        line = 1
         for row in itertools.islice(reader, _DETECTION_ROWS + 1):
-            if any(row) and not (not rows and _is_separator_line(row, reader.line_num)):
-                rows.append(row)
+            if not is_blank(row) and not (not rows and _is_separator_line(row, reader.line_num)):
+                rows.append((line, row))
+            line = reader.line_num + 1
     except csv.Error as error:
         if "unexpected end of data" not in str(error):  # the sample ends inside a quoted cell
             return []
@@ -192,6 +250,14 @@ def _explain_csv(error: csv.Error) -> str:
     elif "unexpected end of data" in str(error):
         hint = ". A quote is opened here and never closed"
     return f"not valid CSV: {error}{hint}"
+
+
+def is_table(path: Path, name: str) -> bool:
+    """Whether a .txt file is a table: what spreadsheets save as "Unicode text". Its columns must be named by words for
+    a question and an answer, so that no document is taken for one."""
+    found, rows = _detect_delimiter(path, name, detect_encoding(path, name).codec, "\t")
+    table = _table(rows)
+    return _names_columns(table[0]) and _share_of_rows(table) > _MOST and found in "\t;,|"
 
 
 class TextFile(Container):

@@ -18,6 +18,7 @@ from whet.core.console import warn
 from whet.core.errors import WhetError
 from whet.core.files import read_text, user_path
 from whet.core.limits import limited
+from whet.core.plugins import load_plugin, require_number
 from whet.data.read.record_fields import describe_type
 from whet.inference.config import TaskConfig
 from whet.inference.sandbox import SandboxLimits, SandboxMode, require_sandbox, run_program
@@ -31,7 +32,13 @@ _PATTERN_TIMEOUT_S, _SCHEMA_TIMEOUT_S = 2.0, 2.0
 
 def make_scorer(config: TaskConfig, name: str) -> Scorer:
     """The scorer with this name and the task's settings; a WhetError if a package or setting is missing."""
-    return _SCORER_FACTORIES[name](config)
+    if name in _SCORER_FACTORIES:
+        return _SCORER_FACTORIES[name](config)
+    place = f"eval.tasks: {config.title}: scorer"
+    own = load_plugin("scorers", name, place)
+    return Scorer(
+        name, lambda answer, example: require_number(own(answer, example), f"{place} {name!r}", 0.0, 1.0), graded=True
+    )
 
 
 def score_exact(answer: str, example: Example) -> float:

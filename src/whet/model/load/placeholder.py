@@ -17,7 +17,7 @@ from whet.model.load.pretrained import auto_class, load_model, prepare_float64_,
 from whet.model.load.random_models import is_random_model, random_model_config
 from whet.model.load.weight_files import (
     load_error,
-    locate_model,
+    reach_model,
     register_model_code,
     require_certified_files,
     require_files_inside,
@@ -138,11 +138,13 @@ def build_meta_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
         if is_random_model(config.path):
             shape = random_model_config(config.path)
         else:
-            place = locate_model(config.path)
+            place = reach_model(config.path)
             register_model_code(place)
             shape = AutoConfig.from_pretrained(place, revision=config.revision, trust_remote_code=False)
         with init_empty_weights(include_buffers=False):
             model: Any = auto_class(shape).from_config(shape, dtype=dtype, trust_remote_code=False)
+    except WhetError:
+        raise
     except Exception as error:  # transformers raises errors of many kinds
         raise load_error(config.path, "model", error) from None
     model.tie_weights()
@@ -151,7 +153,7 @@ def build_meta_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
 
 def snapshot_folder(config: ModelConfig) -> Path:
     """The folder of a model, downloaded from the hub if it is not on this machine."""
-    place = Path(locate_model(config.path))
+    place = Path(reach_model(config.path))
     if place.is_dir():
         return place
     from huggingface_hub import snapshot_download

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from whet.core.console import loading
 from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
 from whet.model.load.random_models import is_random_model, random_model_config
 from whet.model.load.resize_embeddings import add_token_rows_
 from whet.model.load.weight_files import (
     load_error,
-    locate_model,
+    local_model_folder,
+    reach_model,
     register_model_code,
     require_certified_files,
     require_files_inside,
@@ -56,17 +60,36 @@ def load_with_transformers(place: str | Path, **options: Any) -> Any:
     return auto_class(AutoConfig.from_pretrained(place, **own)).from_pretrained(place, **options)
 
 
+@contextlib.contextmanager
+def show_loading(config: ModelConfig) -> Iterator[None]:
+    """Print which model transformers loads inside this block, and count its weights on a terminal."""
+    from transformers.utils import logging
+
+    size = sum(file.stat().st_size for file in local_model_folder(config.path, config.revision).glob("*.safetensors"))
+    with loading(config.path + (f" ({size / 1e9:.1f} GB)" if size >= 1e8 else "")) as track:
+
+        def count(factory: Any, args: Any, kwargs: Any) -> Any:
+            return track(args[0]) if kwargs.get("desc") == "Loading weights" else factory(*args, **kwargs)
+
+        before = logging.set_tqdm_hook(count)
+        try:
+            yield
+        finally:
+            logging.set_tqdm_hook(before)
+
+
 def _load_pretrained(config: ModelConfig, dtype: torch.dtype | str, device: torch.device | None) -> nn.Module:
     if is_random_model(config.path):
         return _init_random_model(config, dtype, device or torch.device("cpu"))
-    place = locate_model(config.path)
+    place = reach_model(config.path)
     require_files_inside(place)
     require_certified_files(Path(place))
     try:
-        model, found = load_with_transformers(
-            place, revision=config.revision, trust_remote_code=config.trust_remote_code,
-            dtype=dtype, output_loading_info=True, device_map=None if device is None else {"": device},
-        )  # fmt: skip
+        with show_loading(config):
+            model, found = load_with_transformers(
+                place, revision=config.revision, trust_remote_code=config.trust_remote_code,
+                dtype=dtype, output_loading_info=True, device_map=None if device is None else {"": device},
+            )  # fmt: skip
     except torch.OutOfMemoryError:
         raise  # nothing is wrong with the files
     except Exception as error:  # a damaged or forged file can raise almost anything

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.core.errors import WhetError, os_error
 from whet.core.files import hash_file, hash_json, user_path
+from whet.core.hub import is_hub_name, reach_hub
 from whet.model.config import ModelConfig
 from whet.model.load.random_models import config_folder, is_random_model
 from whet.model.load.weight_files import load_error, locate_model
@@ -41,6 +42,8 @@ def load_tokenizer(config: ModelConfig, turns: TurnMarkers | None = None) -> Pre
         return _add_tokens(to_fast_tokenizer(pieces, turns), config.add_tokens)
     where = locate_tokenizer(config)
     folder, key = Path(where), _config_key(config)
+    if not folder.exists() and is_hub_name(where):
+        reach_hub(where)
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         raise WhetError(
             f"{key}: the folder has no tokenizer ({' or '.join(_TOKENIZER_FILES)}). Copy the "

@@ -13,6 +13,7 @@ from whet.core import launch_env
 from whet.core.checksums import read_hashed_json
 from whet.core.errors import WhetError, first_line, os_error, refused_pickle
 from whet.core.files import atomic_write, cache_dir, hash_file, hash_json, read_json, resolve_path, user_path
+from whet.core.hub import is_hub_name, reach_hub
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.random_models import is_random_model
@@ -38,7 +39,7 @@ def locate_model(path: str) -> str:
     if folder.is_file():
         raise WhetError(f"model.path: {path}: this is a file; give the folder that holds the model")
     require_no_typo(path)
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+    if not is_hub_name(path):
         raise WhetError(
             f"model.path: {path}: no such folder (looked in {Path.cwd()}), and not a hub id of the form OWNER/NAME."
             f"{_describe_runs()}"
@@ -57,6 +58,14 @@ def register_model_code(folder: str | Path) -> None:
         from whet.model.nanochat import register_nanochat  # imports torch
 
         register_nanochat()
+
+
+def reach_model(path: str) -> str:
+    """`locate_model`, before something reads it: a hub is asked whether it has the model, with the wait shown."""
+    place = locate_model(path)
+    if not Path(place).exists():
+        reach_hub(place)
+    return place
 
 
 def require_no_typo(reference: str) -> None:
