@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, model_validator
 
 from whet.config import Config, RunConfig
 from whet.core.config import Section, config_error
@@ -50,25 +50,27 @@ class ScriptSettings(Section):
         default=None, description="Of search.metric; needed for metrics that are neither losses nor accuracies."
     )
 
-    @field_validator("command", mode="after")
-    @classmethod
-    def _check_command(cls, given: str | list[str]) -> str | list[str]:
-        try:
-            words = shlex.split(given) if isinstance(given, str) else given
-        except ValueError as error:
-            raise config_error("", f"{given!r}: {error}. Close the quote") from None
+    @model_validator(mode="after")
+    def _check_command(self) -> ScriptSettings:
+        words = self._words()
         if not words:
-            raise config_error("", "the command is empty. Give one, such as python sft.py")
+            raise config_error("command", "the command is empty. Give one, such as python sft.py")
         script = python_script(words)
         if script is not None and not Path(script).expanduser().is_file():
-            raise config_error("", f"{script}: no such file. Paths are relative to the working directory")
+            raise config_error("command", f"{script}: no such file. Paths are relative to the working directory")
         if script != words[0] and shutil.which(words[0]) is None:
-            raise config_error("", f"{words[0]}: no such program on this machine")
-        return words
+            raise config_error("command", f"{words[0]}: no such program on this machine")
+        return self
+
+    def _words(self) -> list[str]:
+        try:
+            return shlex.split(self.command) if isinstance(self.command, str) else self.command
+        except ValueError as error:
+            raise config_error("command", f"{self.command!r}: {error}. Close it") from None
 
     def argv(self) -> list[str]:
         """The command with its arguments."""
-        command = self.command if isinstance(self.command, list) else shlex.split(self.command)
+        command = self._words()
         words = [sys.executable, *command] if python_script(command) == command[0] else list(command)
         for name, value in self.arguments.items():
             if isinstance(value, list):
