@@ -24,7 +24,15 @@ from whet.serve.app import make_app
 from whet.serve.endpoints import ServedModel
 from whet.serve.metrics import Metrics
 from whet.serve.service import GenerationService
-from whet.serve.tool_calls import JsonCalls, TaggedCalls, ToolCallFormat, find_tool_call_format, visible_length
+from whet.serve.tool_calls import (
+    JsonCalls,
+    NamedCalls,
+    PythonCalls,
+    TaggedCalls,
+    ToolCallFormat,
+    find_tool_call_format,
+    visible_length,
+)
 
 CHATML = (
     "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
@@ -54,19 +62,109 @@ def test_the_format_is_what_the_template_writes() -> None:
     assert find_tool_call_format(renderer(listed)) == JsonCalls("[TOOL_CALLS]", "")
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        CHATML.replace("CALL", ""),
-        CHATML.replace("CALL", "{{ '<call>' + c['function']['name'] + '</call>' }}"),
-        HERMES.replace("{% if tools %}", "{% if false %}"),
-        "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + HERMES,
-    ],
-    ids=["calls left out", "not JSON", "tools left out", "tools refused"],
+def calls_of(before: str, each: str, after: str) -> str:
+    """A template with calls in a block; `each` has NAME and ARGUMENTS."""
+    name, arguments = "' + c['function']['name'] + '", "' + (c['function']['arguments'] | tojson) + '"
+    inside = each.replace("NAME", name).replace("ARGUMENTS", arguments)
+    loop, end = "{% for c in m.get('tool_calls') or [] %}", "{% endfor %}"
+    edge = "{%% if m.get('tool_calls') %%}{{ '%s' }}{%% endif %%}"
+    return CHATML.replace(f"{loop}CALL{end}", f"{edge % before}{loop}{{{{ '{inside}' }}}}{end}{edge % after}")
+
+
+MISTRAL = calls_of("", "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", "")
+DEEPSEEK = calls_of("<calls>", "<call>function<sep>NAME\n```json\nARGUMENTS\n```</call>\n", "</calls>")
+HARMONY = CHATML.replace(
+    "CALL",
+    "{{ ' to=functions.' + c['function']['name'] + '<|channel|>commentary json<|message|>' + "
+    "(c['function']['arguments'] | tojson) + '<|call|>' }}",
 )
-def test_a_template_without_readable_calls_is_refused(template: str) -> None:
-    with pytest.raises(WhetError, match="the model's chat template"):
+GEMMA = CHATML.replace(
+    "CALL",
+    "{{ '<|tool_call>call:' + c['function']['name'] + '{' }}{% for key, value in c['function']['arguments'].items() %}"
+    "{{ key + ':' + ('<|q|>' + value + '<|q|>' if value is string else value | tojson) }}"
+    "{% if not loop.last %}{{ ',' }}{% endif %}{% endfor %}{{ '}<tool_call|>' }}",
+)
+PYTHON = CHATML.replace(
+    "{% for c in m.get('tool_calls') or [] %}CALL{% endfor %}",
+    "{% if m.get('tool_calls') %}{{ '<|calls|>[' }}{% for c in m['tool_calls'] %}{{ c['function']['name'] + '(' }}"
+    "{% for key, value in c['function']['arguments'].items() %}"
+    "{{ key + '=' + (\"'\" + value + \"'\" if value is string else value | string) }}"
+    "{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ')' }}{% if not loop.last %}{{ ', ' }}{% endif %}"
+    "{% endfor %}{{ ']<|end_calls|>' }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        (MISTRAL, NamedCalls("[TOOL_CALLS]", "")),
+        (DEEPSEEK, NamedCalls("<call>function<sep>", "```</call>", ("<calls>", "</calls>"))),
+        (HARMONY, NamedCalls("to=functions.", "<|call|>")),
+        (GEMMA, NamedCalls("<|tool_call>call:", "<tool_call|>", quote="<|q|>")),
+        (PYTHON, PythonCalls("<|calls|>", "<|end_calls|>")),
+    ],
+    ids=["Mistral", "DeepSeek", "gpt-oss", "Gemma 4", "LFM2"],
+)
+def test_other_ways_to_write_a_call_are_found_by_rendering_one(template: str, form: ToolCallFormat) -> None:
+    assert find_tool_call_format(renderer(template)) == form
+
+
+ARGUMENTS = {"city": "Rīga", "days": 3, "exact": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "rest", "names"),
+    [
+        ('[TOOL_CALLS]weather[ARGS]{"city": "Rīga", "days": 3, "exact": true}', NamedCalls("[TOOL_CALLS]", ""), "", 1),
+        ('[TOOL_CALLS]weather{"city": "Rīga", "days": 3, "exact": true}', NamedCalls("[TOOL_CALLS]", ""), "", 1),
+        (
+            'Hm.<calls><call>weather<sep>{"city": "Rīga", "days": 3, "exact": true}</call>\n<call>weather<sep>'
+            '{"city": "Rīga", "days": 3, "exact": true}</call></calls>',
+            NamedCalls("<call>", "</call>", ("<calls>", "</calls>")), "Hm.", 2,
+        ),
+        (
+            '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>'
+            '{"city": "Rīga", "days": 3, "exact": true}<|call|>',
+            NamedCalls("to=functions.", "<|call|>"), "<|channel|>commentary", 1,
+        ),
+        (
+            '<|tool_call>call:weather{city:<q>Rīga<q>,days:3,exact:true}<tool_call|>',
+            NamedCalls("<|tool_call>call:", "<tool_call|>", quote="<q>"), "", 1,
+        ),
+        ('weather\n{"city": "Rīga", "days": 3, "exact": true}', NamedCalls("", ""), "", 1),
+        ('I say weather {"city": 1}', NamedCalls("", ""), 'I say weather {"city": 1}', 0),
+        ("<|c|>[weather(city='Rīga', days=3, exact=True)]<|e|>", PythonCalls("<|c|>", "<|e|>"), "", 1),
+        ("[weather(city='Rīga', days=3, exact=True)]", PythonCalls("", ""), "", 1),
+        ("[other(a=1)]", PythonCalls("", ""), "[other(a=1)]", 0),
+        ("<|c|>[weather(__import__('os'))]<|e|>", PythonCalls("<|c|>", "<|e|>"),
+         "<|c|>[weather(__import__('os'))]<|e|>", 0),
+        ("<|c|>[weather(city=open('x'))]", PythonCalls("<|c|>", ""), "<|c|>[weather(city=open('x'))]", 0),
+        ('<|python_tag|>{"name": "weather", "parameters": {"city": "Rīga", "days": 3, "exact": true}}', BARE, "", 1),
+    ],
+)  # fmt: skip
+def test_what_is_a_call_in_other_formats(text: str, form: ToolCallFormat, rest: str, names: int) -> None:
+    found, calls = form.parse(text, [WEATHER])
+    assert (found.strip(), [(call.name, json.loads(call.arguments)) for call in calls]) == (
+        rest, [("weather", ARGUMENTS)] * names,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (HERMES.replace("{% if tools %}", "{% if false %}"), "leaves tools out"),
+        ("{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + HERMES, "no tools"),
+    ],
+    ids=["tools left out", "tools refused"],
+)
+def test_a_template_that_does_not_show_tools_is_refused(template: str, reason: str) -> None:
+    with pytest.raises(WhetError, match=reason):
         find_tool_call_format(renderer(template))
+
+
+@pytest.mark.parametrize("call", ["", "{{ '<call>' + c['function']['name'] + '</call>' }}"])
+def test_calls_that_cannot_be_read_are_no_format(call: str) -> None:
+    assert find_tool_call_format(renderer(CHATML.replace("CALL", call))) is None
 
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rīga", "days": 3}}\n</tool_call>'
@@ -124,22 +222,26 @@ def test_calls_with_tags_are_read_as_the_template_writes_them() -> None:
 
 WORDS = (
     *"{}[]\",: \nx>", "<tool_call>", "</tool_call>", '"name"', '"weather"', CALL, "<function=", "weather",
-    "<parameter=", "</parameter>", "</function>",
+    "<parameter=", "</parameter>", "</function>", "<calls>", "<call>", "</call>", "</calls>", "()", "a=1", "<q>",
 )  # fmt: skip
 PIECES = st.lists(st.sampled_from(WORDS))
+FORMATS = (
+    FORMAT, BARE, TAGS, NamedCalls("<call>", "</call>", ("<calls>", "</calls>")), NamedCalls("", ""),
+    NamedCalls("<call>", "</call>", quote="<q>"), PythonCalls("<call>", "</call>"), PythonCalls("", ""),
+)  # fmt: skip
 
 
-@given(PIECES.map("".join), st.sampled_from([FORMAT, BARE, TAGS]))
+@given(PIECES.map("".join), st.sampled_from(FORMATS))
 def test_any_answer_is_parsed_and_what_was_shown_stays_true(text: str, form: ToolCallFormat) -> None:
     rest, calls = form.parse(text, [WEATHER])
     assert calls or rest == text
     shown = 0
     for end in range(len(text) + 1):
-        visible = visible_length(text[:end], form.opening)
+        visible = visible_length(text[:end], form)
         assert shown <= visible or not form.opening
         shown = max(shown, visible)
     if calls and form.opening:
-        assert rest.startswith(text[: visible_length(text, form.opening)].rstrip())
+        assert rest.startswith(text[: visible_length(text, form)].rstrip())
 
 
 class ScriptedEngine:
