@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +21,12 @@ from whet.inference.inference_model import InferenceModel
 from whet.inference.online_engine import OnlineSequence
 from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer
+from whet.run.serve_models import load_models_to_serve
 from whet.serve.app import make_app
 from whet.serve.endpoints import ServedModel
 from whet.serve.metrics import Metrics
 from whet.serve.service import GenerationService
+from whet.serve.start import make_serving_app
 from whet.serve.tool_calls import (
     JsonCalls,
     NamedCalls,
@@ -290,3 +293,67 @@ def test_the_client_gets_calls_whole_and_streamed(tiny: InferenceModel) -> None:
         plain = client.chat.completions.create(**options, tool_choice="none").choices[0]
         assert (plain.finish_reason, plain.message.tool_calls) == ("stop", None)
         assert "<tool_call>" in plain.message.content
+
+
+# A model that calls tools
+
+
+CITIES = ("Riga", "Oslo", "Bern", "Rome")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", [HERMES, MISTRAL, TAGGED, PYTHON], ids=["JSON", "named", "tags", "Python"])
+def test_a_model_that_was_trained_to_call_a_tool_calls_it(template: str, tmp_path: Path, whet: Any, recipe: str) -> None:
+    """The whole way: training with the template, the engine's tokens, the client. The faster one is
+    `test_the_client_gets_calls_whole_and_streamed`."""
+    (tmp_path / "template.jinja").write_text(template)
+    tool = {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "properties": {
+            "city": {"type": "string"}, "days": {"type": "integer"}}}},
+    }  # fmt: skip
+
+    def asking(city: str) -> dict[str, Any]:
+        return {"role": "user", "content": f"Weather in {city}?"}
+
+    lines = []
+    for city in CITIES:
+        function = {"name": "weather", "arguments": json.dumps({"city": city, "days": 3})}
+        call = {"id": "call00001", "type": "function", "function": function}
+        turns = [
+            asking(city),
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call00001", "content": f"rain in {city}"},
+            {"role": "assistant", "content": f"It rains in {city}."},
+        ]
+        lines.append(json.dumps({"messages": turns, "tools": [tool]}))
+    (tmp_path / "calls.jsonl").write_text("\n".join(lines) + "\n")
+    run = tmp_path / "run"
+    ended = whet(
+        "train", recipe, f"run.dir={run}", f"data.template={tmp_path / 'template.jinja'}", "data.max_length=512",
+        f"data.sources=[{{path: {tmp_path / 'calls.jsonl'}}}]", "data.validation=null", "train.steps=150",
+        "train.optimizer.lr=1e-2", "checkpoint.every=150",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    loaded = load_models_to_serve([str(run)])
+    with (
+        running(make_serving_app(loaded, 8)) as url,
+        OpenAI(base_url=f"{url}v1", api_key="any", max_retries=0) as client,
+    ):
+        for city in CITIES:
+            options: dict[str, Any] = {
+                "model": "run", "messages": [asking(city)], "tools": [tool], "temperature": 0, "max_tokens": 200,
+            }  # fmt: skip
+            answer = client.chat.completions.create(**options).choices[0]
+            assert answer.finish_reason == "tool_calls", answer
+            (call,) = answer.message.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": city, "days": 3})
+            assert not answer.message.content
+            chunks = list(client.chat.completions.create(**options, stream=True))
+            (streamed,) = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
+            assert streamed.function.model_dump() == call.function.model_dump()
+            assert not "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            result = {"role": "tool", "tool_call_id": call.id, "content": f"rain in {city}"}
+            turns = [asking(city), answer.message.model_dump(exclude_none=True), result]
+            after = client.chat.completions.create(**{**options, "messages": turns}).choices[0]
+            assert (after.finish_reason, after.message.content) == ("stop", f"It rains in {city}.")

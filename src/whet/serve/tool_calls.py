@@ -216,7 +216,7 @@ def visible_length(text: str, form: ToolCallFormat) -> int:
     """How much of an unfinished answer is certainly no part of a call, and may be shown."""
     if not form.opening:
         begun = _SPECIAL_TOKEN.sub("", text).strip()
-        possible = r"[{\[].*|<?(\|\w*\|?)?" if not isinstance(form, NamedCalls) else r"[\w.-]*(\s.*)?"
+        possible = r"[{\[].*|<?(\|\w*\|?)?" if not isinstance(form, NamedCalls) else r"[\w.-]*\s*({.*)?"
         return 0 if re.fullmatch(possible, begun, re.DOTALL) else len(text)
     marks = [form.opening, form.block[0]] if isinstance(form, NamedCalls) else [form.opening]
     return min(_before_mark(text, mark.split()[0]) for mark in marks if mark.strip())
