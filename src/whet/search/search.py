@@ -61,10 +61,6 @@ class SearchPlan:
     def trials(self) -> int:
         return sum(bracket.trials for bracket in self.brackets)
 
-    def tokens(self, units: float) -> int | None:
-        """About how many tokens; None where that is not known."""
-        return None if self.tokens_per_unit is None else round(units * self.tokens_per_unit)
-
     @property
     def minimizes(self) -> bool:
         if isinstance(self.config, ScriptConfig) and self.config.script.greater_is_better is not None:
@@ -144,21 +140,23 @@ def _require_searchable(space: Space, config: TrialConfig, settings: SearchConfi
 def preview(plan: SearchPlan) -> dict[str, Any]:
     """What the search will cost: for each bracket, how many trials reach each rung, and their tokens where they are
     known."""
-    full = plan.trials * max(bracket.rungs[-1] for bracket in plan.brackets)
+    scale = plan.tokens_per_unit or 1.0
+    full = plan.trials * max(bracket.rungs[-1] for bracket in plan.brackets) * scale
     brackets: list[dict[str, Any]] = []
-    total = 0.0
+    total = 0
     for bracket in plan.brackets:
         reached = expected_at_rungs(bracket, plan.settings.divisor)
-        rungs = []
+        rungs: list[dict[str, Any]] = []
         for begin, end, n in zip((0, *bracket.rungs), bracket.rungs, reached, strict=False):
-            total += n * (end - begin)
-            rungs.append({plan.unit: end, "trials": round(n, 1), "tokens": plan.tokens(n * (end - begin))})
+            cost = round(n * (end - begin) * scale)
+            total += cost
+            rungs.append({plan.unit: end, "trials": round(n, 1), "tokens": cost if plan.tokens_per_unit else None})
         brackets.append({"trials": bracket.trials, "rungs": rungs})
+    tokens, full_tokens = (total, round(full)) if plan.tokens_per_unit else (None, None)
     return {
         "method": plan.settings.method, "metric": plan.metric, "trials": plan.trials, "unit": plan.unit,
         "parameters": {parameter.name: _describe_range(parameter) for parameter in plan.space.parameters},
-        "brackets": brackets, "tokens": plan.tokens(total), "full_length_tokens": plan.tokens(full),
-        "share": total / full,
+        "brackets": brackets, "tokens": tokens, "full_length_tokens": full_tokens, "share": total / full,
     }  # fmt: skip
 
 
