@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_transformers_callback import At, lines, make_trainer
+from test_transformers_callback import lines, make_trainer
 
 pytest.importorskip("optuna")
 
@@ -93,12 +93,14 @@ def test_the_callback_stops_at_rungs_and_trials_continue_as_if_they_had_not_stop
     rate = best.values["script.arguments.learning_rate"]
     alone = make_trainer(tmp_path / "alone", steps=8, learning_rate=rate)
     alone.train()
-    expected = [(line["step"], line["loss"], line["learning_rate"]) for line in alone.state.log_history if "loss" in line]
+    expected = [
+        (line["step"], line["loss"], line["learning_rate"]) for line in alone.state.log_history if "loss" in line
+    ]
     assert [(line["step"], line["loss"], line["lr"]) for line in lines(Path(best.folder)) if "loss" in line] == expected
 
-    found = write_results(result, plan)
-    assert found["best"]["command"] == f"env --learning_rate={rate}"
-    assert found["best"]["command"] in (plan.folder / "best.yaml").read_text()
+    command = write_results(result, plan)["best"]["command"]
+    assert command == f"env --learning_rate={rate}"
+    assert command in (plan.folder / "best.yaml").read_text()
 
 
 def test_a_trial_that_does_not_resume_is_told_how(
@@ -130,7 +132,7 @@ def test_arguments_are_words_of_the_command() -> None:
     [
         (["script.command=python nothing.py"], "script.command: nothing.py: no such file"),
         (["script.command=no-such-program x"], "script.command: no-such-program: no such program"),
-        (["script.command=\"it's\""], "No closing quotation"),
+        (['script.command="it\'s"'], "No closing quotation"),
         (["script.command=[]"], "the command is empty"),
         (["script.steps={search: int, low: 2, high: 4}"], "only script.arguments can be searched"),
         (["script.arguments.learning_rate=1e-3"], "script.arguments.learning_rate: {search: log"),
@@ -236,6 +238,6 @@ def test_a_search_over_a_trainer_is_stopped_and_resumed(tmp_path: Path, real_pyt
     ended = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    assert [each["state"] for each in found["trials"]][0] == "complete"
+    assert found["trials"][0]["state"] == "complete"
     steps = [line["step"] for line in lines(Path(found["best"]["run"])) if "loss" in line]
     assert steps == list(range(1, 9))

@@ -16,7 +16,6 @@ pytest.importorskip("fastapi", reason="needs fastapi, of the serve extra")
 pytest.importorskip("uvicorn", reason="needs uvicorn, of the serve extra")
 
 from serve.web_servers import running
-
 from whet.data.conversation import Message
 from whet.inference.inference_model import InferenceModel
 from whet.model.config import ModelConfig

@@ -303,7 +303,9 @@ CITIES = ("Riga", "Oslo", "Bern", "Rome")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("template", [HERMES, MISTRAL, TAGGED, PYTHON], ids=["JSON", "named", "tags", "Python"])
-def test_a_model_that_was_trained_to_call_a_tool_calls_it(template: str, tmp_path: Path, whet: Any, recipe: str) -> None:
+def test_a_model_that_was_trained_to_call_a_tool_calls_it(
+    template: str, tmp_path: Path, whet: Any, recipe: str
+) -> None:
     """The whole way: training with the template, the engine's tokens, the client. The faster one is
     `test_the_client_gets_calls_whole_and_streamed`."""
     (tmp_path / "template.jinja").write_text(template)

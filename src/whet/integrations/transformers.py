@@ -84,9 +84,7 @@ class WhetCallback(TrainerCallback):
         found: str | None = get_last_checkpoint(str(folder)) if folder is not None and folder.is_dir() else None
         return found
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """In a trial, train for its length and into its folder."""
         if self._trial is not None:
             args.output_dir, args.max_steps = str(Path(self._trial.folder, _TRAINER_FOLDER)), self._trial.steps

@@ -125,7 +125,9 @@ def _require_searchable(space: Space, config: TrialConfig, settings: SearchConfi
         )
     for parameter in space.parameters:
         if is_script and parameter.path[:2] != ("script", "arguments"):
-            raise WhetError(f"{parameter.place}: {parameter.name}: only script.arguments can be searched. Give one value")
+            raise WhetError(
+                f"{parameter.place}: {parameter.name}: only script.arguments can be searched. Give one value"
+            )
         if settings.method == "asha" and parameter.name in ("train.steps", "train.epochs", "train.tokens"):
             raise WhetError(
                 f"{parameter.place}: {parameter.name}: asha compares trials after parts of their length, so the length "

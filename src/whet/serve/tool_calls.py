@@ -2,7 +2,7 @@
 
 - JSON: `<tool_call>{"name": "weather", "arguments": {"city": "Riga"}}</tool_call>` (Qwen, Llama 3.1, Mistral, Granite)
 - the name, then the arguments as JSON: `[TOOL_CALLS]weather[ARGS]{"city": "Riga"}` (newer Mistral, DeepSeek, gpt-oss)
-- tags around each argument: `<function=weather><parameter=city>Riga</parameter></function>` (Qwen3-Coder, GLM, Nemotron)
+- tags around each argument: `<function=weather><parameter=city>Riga</parameter></function>` (Qwen3.5, GLM, Nemotron)
 - Python: `<|tool_call_start|>[weather(city="Riga")]<|tool_call_end|>` (LFM2)
 
 The marks are not a list of known ones; they are what stands around a call that the template was given. A format is used
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
@@ -257,7 +256,7 @@ def _written(renderer: Renderer, prompt: str, *arguments: dict[str, Any]) -> str
     calls = tuple(ToolCall("look_up", each, f"call{number:05}") for number, each in enumerate(arguments, 1))
     turn = Message("assistant", "", tool_calls=calls)
     text = renderer.text.apply_with_arguments(Conversation((_QUESTION, turn), Origin("probe", 1), (PROBE_TOOL,)))[1]
-    start = next((i for i, (one, other) in enumerate(zip(prompt, text, strict=False)) if one != other), len(prompt))
+    start = len(_common_start(prompt, text))
     marker = renderer.end_of_turn()
     ending = "" if marker is None else str(renderer.tokenizer.convert_ids_to_tokens(marker))
     return text[start:].partition(ending)[0] if ending else text[start:]
@@ -292,8 +291,8 @@ def _find_named(renderer: Renderer, prompt: str) -> NamedCalls | None:
     if len(places) == 1:
         return NamedCalls(head.strip(), tail.strip(), quote=quote)
     between = text[places[0][2] : places[1][0]]
-    opening = os.path.commonprefix([head[::-1], between[::-1]])[::-1].lstrip()
-    closing = os.path.commonprefix([between.removesuffix(opening), tail]).strip()
+    opening = _common_start(head[::-1], between[::-1])[::-1].lstrip()
+    closing = _common_start(between.removesuffix(opening), tail).strip()
     block = head.removesuffix(opening).strip(), tail.strip().removeprefix(closing).strip()
     return NamedCalls(opening, closing, block, quote)
 
@@ -336,6 +335,12 @@ def _reads_back(renderer: Renderer, prompt: str, form: ToolCallFormat) -> bool:
 
 
 # Parts of a text
+
+
+def _common_start(one: str, other: str) -> str:
+    return one[
+        : next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    ]
 
 
 def _python_calls(text: str) -> list[ParsedCall]:
