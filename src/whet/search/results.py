@@ -120,8 +120,9 @@ def write_results(result: SearchResult, plan: SearchPlan) -> dict[str, Any]:
     """Write best.yaml and search.json; returns what --json prints."""
     name = f"{plan.config.run.name}-best"
     best = plan.space.config(result.best.values)
-    is_script = isinstance(best, ScriptConfig)
-    command = shlex.join(best.script.argv()) if is_script else f"whet train {plan.folder / 'best.yaml'}"
+    command = f"whet train {plan.folder / 'best.yaml'}"
+    if isinstance(best, ScriptConfig):
+        command = shlex.join(best.script.argv())
     head = (
         f"# The best of {len(result.trials)} trials by {plan.metric} = {result.best.value:.6g} (trial "
         f"{result.best.number}, {result.best.step} steps).\n# {command}\n"
