@@ -52,7 +52,7 @@ class ScriptSettings(Section):
 
     @model_validator(mode="after")
     def _check_command(self) -> ScriptSettings:
-        words = self._words()
+        words = self._split_command()
         if not words:
             raise config_error("command", "the command is empty. Give one, such as python sft.py")
         script = python_script(words)
@@ -62,7 +62,7 @@ class ScriptSettings(Section):
             raise config_error("command", f"{words[0]}: no such program on this machine")
         return self
 
-    def _words(self) -> list[str]:
+    def _split_command(self) -> list[str]:
         try:
             return shlex.split(self.command) if isinstance(self.command, str) else self.command
         except ValueError as error:
@@ -70,7 +70,7 @@ class ScriptSettings(Section):
 
     def argv(self) -> list[str]:
         """The command with its arguments."""
-        command = self._words()
+        command = self._split_command()
         words = [sys.executable, *command] if python_script(command) == command[0] else list(command)
         for name, value in self.arguments.items():
             if isinstance(value, list):
