@@ -295,6 +295,26 @@ def test_the_client_gets_calls_whole_and_streamed(tiny: InferenceModel) -> None:
         assert "<tool_call>" in plain.message.content
 
 
+def test_a_call_that_cannot_be_read_is_text_and_the_log_says_so(
+    tiny: InferenceModel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = replace(tiny, renderer=renderer(CHATML.replace("CALL", "{{ '<' + c['function']['name'] + '>' }}")))
+    ids = [*model.renderer.tokenizer.encode("<weather>", add_special_tokens=False), model.stop_ids[0]]
+    metrics = Metrics()
+    service = GenerationService(ScriptedEngine(ids), 8, metrics)
+    options: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Weather?"}], "tools": [WEATHER]}
+    with (
+        running(make_app([ServedModel("m", model)], service, metrics, None)) as url,
+        OpenAI(base_url=f"{url}v1", api_key="any", max_retries=0) as client,
+    ):
+        for _ in range(2):
+            answer = client.chat.completions.create(**options).choices[0]
+            assert (answer.finish_reason, answer.message.content, answer.message.tool_calls) == (
+                "stop", "<weather>", None,
+            )  # fmt: skip
+    assert capfd.readouterr().err.count("m: its chat template writes tool calls in a way that whet cannot read") == 1
+
+
 # A model that calls tools
 
 
