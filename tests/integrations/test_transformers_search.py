@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from test_transformers_callback import lines, make_trainer
+from transformers import TrainerCallback
 
 pytest.importorskip("optuna")
 
@@ -42,6 +43,16 @@ def write_recipe(folder: Path, command: str = "env", *more: str) -> Path:
     return file
 
 
+class FirstSteps(TrainerCallback):  # type: ignore[misc]
+    """The steps at which trainings began."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.found.append(state.global_step)
+
+
 class TrainerPlace:
     """Runs trials in this process, with the real Trainer."""
 
@@ -49,6 +60,7 @@ class TrainerPlace:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch, self._ended = monkeypatch, list[TrialEnd]()
+        self.first_steps = FirstSteps()
 
     def start(self, trial: TrialRun) -> None:
         assert isinstance(trial.config, ScriptConfig)
@@ -57,7 +69,7 @@ class TrainerPlace:
             self._monkeypatch.setenv(name, value)
         whet = WhetCallback("elsewhere")
         rate = trial.config.script.arguments["learning_rate"]
-        trainer = make_trainer(trial.folder, whet, steps=3, learning_rate=rate)
+        trainer = make_trainer(trial.folder, whet, self.first_steps, steps=3, learning_rate=rate)
         trainer.train(resume_from_checkpoint=whet.checkpoint)
         assert whet.stopped == (trial.until < 8)
         assert trainer.state.global_step == trial.until
@@ -80,7 +92,10 @@ def test_the_callback_stops_at_rungs_and_trials_continue_as_if_they_had_not_stop
     assert [bracket.rungs for bracket in plan.brackets] == [(2, 4, 8)]
     assert preview(plan)["tokens"] is None
     with open_search_folder(plan, resume=False):
-        result = collect_results(run_search(plan, TrainerPlace(monkeypatch), resume=False), plan)
+        place = TrainerPlace(monkeypatch)
+        result = collect_results(run_search(plan, place, resume=False), plan)
+    assert sorted(set(place.first_steps.found)) == [0, 2, 4]  # none begins again
+    assert place.first_steps.found.count(0) == 4
     assert {len(trial.rungs) for trial in result.trials} == {1, 3}
     best, stopped = result.trials[0], next(trial for trial in result.trials if trial.state == "stopped")
     assert (best.state, best.step, stopped.step) == ("complete", 8, 2)
