@@ -29,12 +29,12 @@ RECIPE = """
 run: {{name: hf, dir: {folder}}}
 script:
   command: {command}
-  steps: 8
+  steps: 12
   arguments:
     learning_rate: {{search: log, low: 1e-3, high: 1e-1}}
 search: {{max_trials: 4, divisor: 2, mode: aggressive}}
 """
-"""Rungs at steps 2, 4 and 8."""
+"""Rungs at steps 3, 6 and 12; make_trainer evaluates and saves after even steps."""
 
 
 def write_recipe(folder: Path, command: str = "env", *more: str) -> Path:
@@ -71,7 +71,7 @@ class TrainerPlace:
         rate = trial.config.script.arguments["learning_rate"]
         trainer = make_trainer(trial.folder, whet, self.first_steps, steps=3, learning_rate=rate)
         trainer.train(resume_from_checkpoint=whet.checkpoint)
-        assert whet.stopped == (trial.until < 8)
+        assert whet.stopped == (trial.until < 12)
         assert trainer.state.global_step == trial.until
         self._ended.append(TrialEnd(trial.number, ExitCode.DONE))
 
@@ -89,24 +89,24 @@ def test_the_callback_stops_at_rungs_and_trials_continue_as_if_they_had_not_stop
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_search(write_recipe(tmp_path), [])
-    assert [bracket.rungs for bracket in plan.brackets] == [(2, 4, 8)]
+    assert [bracket.rungs for bracket in plan.brackets] == [(3, 6, 12)]
     assert preview(plan)["tokens"] is None
     with open_search_folder(plan, resume=False):
         place = TrainerPlace(monkeypatch)
         result = collect_results(run_search(plan, place, resume=False), plan)
-    assert sorted(set(place.first_steps.found)) == [0, 2, 4]  # none begins again
+    assert sorted(set(place.first_steps.found)) == [0, 3, 6]  # none begins again
     assert place.first_steps.found.count(0) == 4
     assert {len(trial.rungs) for trial in result.trials} == {1, 3}
     best, stopped = result.trials[0], next(trial for trial in result.trials if trial.state == "stopped")
-    assert (best.state, best.step, stopped.step) == ("complete", 8, 2)
+    assert (best.state, best.step, stopped.step) == ("complete", 12, 3)
     assert read_status(Path(best.folder))["state"] == "finished"
     status = read_status(Path(stopped.folder))
-    assert (status["state"], status["exit_code"], status["step"], status["steps"]) == ("stopped", 0, 2, 8)
+    assert (status["state"], status["exit_code"], status["step"], status["steps"]) == ("stopped", 0, 3, 12)
 
     # the same training without a search
     monkeypatch.delenv("WHET_TRIAL")
     rate = best.values["script.arguments.learning_rate"]
-    alone = make_trainer(tmp_path / "alone", steps=8, learning_rate=rate)
+    alone = make_trainer(tmp_path / "alone", steps=12, learning_rate=rate)
     alone.train()
     expected = [
         (line["step"], line["loss"], line["learning_rate"]) for line in alone.state.log_history if "loss" in line
@@ -199,7 +199,7 @@ def test_the_command_starts_a_process_for_each_trial_and_rung(tmp_path: Path, wh
     assert len(found["trials"]) == 4
     rates = {trial["number"]: trial["values"]["script.arguments.learning_rate"] for trial in found["trials"]}
     assert found["best"]["trial"] in rates
-    assert found["trials"][0]["rungs"].keys() == {"2", "4", "8"}
+    assert found["trials"][0]["rungs"].keys() == {"3", "6", "12"}
 
 
 @pytest.mark.parametrize(("name", "reason"), [("fail", "a bad batch"), ("nothing", "callbacks=[WhetCallback()]")])
@@ -227,7 +227,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--learning_rate", type=float)
 rate = parser.parse_args().learning_rate
 whet = WhetCallback()
-slow = At(3, lambda: __import__("time").sleep({seconds}))
+slow = At(5, lambda: __import__("time").sleep({seconds}))
 make_trainer(Path({folder!r}), whet, slow, learning_rate=rate).train(resume_from_checkpoint=whet.checkpoint)
 """
 
@@ -243,7 +243,7 @@ def test_a_search_over_a_trainer_is_stopped_and_resumed(tmp_path: Path, real_pyt
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     trial = search / "trial-000"
     until = time.monotonic() + 300
-    while not (trial / "trainer" / "checkpoint-2").is_dir() or read_status(trial).get("state") != "running":
+    while not (trial / "trainer" / "checkpoint-3").is_dir() or read_status(trial).get("state") != "running":
         assert time.monotonic() < until
         assert process.poll() is None
         time.sleep(0.1)
@@ -255,4 +255,4 @@ def test_a_search_over_a_trainer_is_stopped_and_resumed(tmp_path: Path, real_pyt
     found = json.loads(ended.stdout)
     assert found["trials"][0]["state"] == "complete"
     steps = [line["step"] for line in lines(Path(found["best"]["run"])) if "loss" in line]
-    assert steps == list(range(1, 9))
+    assert steps == list(range(1, 13))
