@@ -226,7 +226,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--learning_rate", type=float)
 rate = parser.parse_args().learning_rate
 whet = WhetCallback()
-slow = At(5, lambda: __import__("time").sleep({seconds}))
+slow = At(8, lambda: __import__("time").sleep({seconds}))
 make_trainer(Path({folder!r}), whet, slow, learning_rate=rate).train(resume_from_checkpoint=whet.checkpoint)
 """
 
@@ -242,7 +242,7 @@ def test_a_search_over_a_trainer_is_stopped_and_resumed(tmp_path: Path, real_pyt
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     trial = search / "trial-000"
     until = time.monotonic() + 300
-    while not (trial / "trainer" / "checkpoint-3").is_dir() or read_status(trial).get("state") != "running":
+    while not (trial / "trainer" / "checkpoint-6").is_dir() or read_status(trial).get("state") != "running":
         assert time.monotonic() < until
         assert process.poll() is None
         time.sleep(0.1)
