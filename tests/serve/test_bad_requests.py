@@ -8,16 +8,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from web_servers import http_client
+from test_tool_calls import HERMES, renderer
+from web_servers import http_client, running
 
 from whet.inference.inference_model import InferenceModel
+from whet.inference.online_engine import NO_ADAPTERS
+from whet.run.serve_models import LoadedModels
 from whet.serve.requests import ChatRequest, CompletionRequest, parse_request
+from whet.serve.start import make_serving_app
 from whet.web import server as server_module
 from whet.web.guard import Rejection
 
@@ -145,13 +150,72 @@ def test_any_json_is_a_request_or_refused_with_a_reason(
     assert refused is None or (refused.status == 400 and json.loads(refused.body())["error"]["message"])
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.dictionaries(FIELDS.filter(lambda name: name != "n"), JSON | TEXT, max_size=3))
-def test_any_json_gets_an_answer_from_a_server(server: str, changes: dict[str, Any]) -> None:
-    with http_client(server) as http:
-        answer = http.post(CHAT, content=json.dumps({**GOOD, **changes, "max_tokens": 1}))
-        assert answer.status_code in (200, 400, 404), answer.text
-        assert answer.status_code == 200 or answer.json()["error"]["message"]
+CALL = st.fixed_dictionaries({
+    "id": TEXT, "type": st.just("function"),
+    "function": st.fixed_dictionaries({"name": TEXT, "arguments": st.sampled_from(["{}", "[]", "{", "null"]) | TEXT}),
+})  # fmt: skip
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "tool", "developer", "function"])},
+    optional={
+        "content": TEXT | st.none() | JSON | st.just([{"type": "text", "text": "x"}]), "tool_calls": st.lists(CALL),
+        "tool_call_id": TEXT, "name": TEXT, "refusal": st.none(), "reasoning_content": TEXT,
+    },
+)  # fmt: skip
+TOOL = st.fixed_dictionaries({
+    "type": st.just("function"),
+    "function": st.fixed_dictionaries({"name": TEXT}, optional={"description": TEXT | JSON, "parameters": JSON}),
+})  # fmt: skip
+PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
+    "messages": st.lists(MESSAGE, min_size=1, max_size=3), "tools": st.lists(TOOL, max_size=2),
+    "seed": st.integers(), "temperature": st.floats(0, 2), "top_p": st.floats(0, 1), "top_k": st.integers(0, 10**6),
+    "min_p": st.floats(0, 1), "repetition_penalty": st.floats(0.01, 100), "stop": st.lists(TEXT, max_size=3) | TEXT,
+    "logprobs": st.booleans() | st.integers(0, 20), "top_logprobs": st.integers(0, 20), "stream": st.booleans(),
+    "n": st.integers(1, 3), "prompt": TEXT | st.lists(TEXT, max_size=2) | st.lists(st.integers(-1, 420), max_size=4),
+    "stream_options": st.just({"include_usage": True}), "tool_choice": st.sampled_from(["auto", "none", "required"]),
+}  # fmt: skip
+"""Values that are right more often than not: they come further than `JSON`."""
+
+
+@st.composite
+def odd_bodies(draw: Any) -> tuple[str, dict[str, Any]]:
+    """(path, a good body with up to three fields changed)."""
+    path = draw(st.sampled_from([CHAT, "/v1/completions"]))
+    kind, other = (ChatRequest, "messages") if path == CHAT else (CompletionRequest, "prompt")
+    names = sorted(name for name in kind.model_fields if name not in ("model", "max_tokens", "max_completion_tokens"))
+    body = {"model": draw(st.sampled_from(["tiny", "tools"])), other: GOOD["messages"] if path == CHAT else "Hello"}
+    for name in draw(st.lists(st.sampled_from(names), unique=True, max_size=3)):
+        body[name] = draw(PLAUSIBLE.get(name, JSON) | (JSON if name != "n" else st.none()))
+    return path, {**body, "max_tokens": 2}
+
+
+def post_odd_bodies(tiny: InferenceModel, examples: int) -> set[int]:
+    """The statuses that servers of `tiny` give, with a template that has no tools and with one that has."""
+    with_tools = replace(tiny, renderer=renderer(HERMES))
+    statuses = set()
+    models = LoadedModels({"tiny": (tiny, None), "tools": (with_tools, None)}, NO_ADAPTERS)
+    with running(make_serving_app(models, 32)) as url, http_client(url) as http:
+
+        @settings(max_examples=examples, deadline=None)
+        @given(odd_bodies())
+        def post(odd: tuple[str, dict[str, Any]]) -> None:
+            answer = http.post(odd[0], content=json.dumps(odd[1]))
+            statuses.add(answer.status_code)
+            assert answer.status_code in (200, 400), answer.text
+            assert answer.status_code == 200 or answer.json()["error"]["message"]
+            assert "generation failed" not in answer.text
+
+        post()
+    return statuses
+
+
+def test_odd_requests_get_an_answer_from_a_server(tiny: InferenceModel) -> None:
+    assert post_odd_bodies(tiny, 25) <= {200, 400}
+
+
+@pytest.mark.slow
+def test_a_thousand_odd_requests_get_an_answer_from_a_server(tiny: InferenceModel) -> None:
+    """`test_odd_requests_get_an_answer_from_a_server` with more of them."""
+    assert post_odd_bodies(tiny, 1000) == {200, 400}
 
 
 # Too many, and clients that leave

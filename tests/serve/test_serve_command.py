@@ -94,5 +94,5 @@ def test_wrong_use_is_an_error_before_anything_is_loaded(
 
 def test_help_says_what_to_use_in_production(whet: Any) -> None:
     shown = whet("serve", "--help").out
-    for program in ("vllm serve", "sglang.launch_server", "llama-server"):
+    for program in ("vllm serve", "sglang.launch_server", "llama-server", "ollama create"):
         assert program in shown

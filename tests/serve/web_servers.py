@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-
-import httpx
+from typing import TYPE_CHECKING
 
 from whet.web.guard import App
 from whet.web.server import WebServer, bind, url_of
+
+if TYPE_CHECKING:
+    import httpx
 
 
 @contextlib.contextmanager
@@ -32,4 +34,6 @@ def running(app: App) -> Iterator[str]:
 
 def http_client(url: str) -> httpx.Client:
     """A client for plain HTTP; reading certificates would take longer than the requests."""
+    import httpx
+
     return httpx.Client(base_url=url, timeout=60, verify=False)

@@ -46,7 +46,8 @@ def search(
     """Find good values for settings: write ranges where values stand, such as lr: {search: log, low: 1e-6, high: 1e-4}.
 
     Every trial is an ordinary run in the search's folder; those that fall behind stop early. At the end, best.yaml
-    there is the recipe of the best trial. Ctrl-C stops trials with checkpoints; --resume continues.
+    there is the recipe of the best trial. Ctrl-C stops trials with checkpoints; --resume continues. With a section
+    `script` instead of a recipe, trials are a script of yours with WhetCallback (docs/search.md).
 
     With --lr, no range is needed: several learning rates are trained for a short time from one checkpoint, compared on
     the same conversations, and one is proposed, unless the difference is too small to tell. torchrun can start it, as
@@ -107,7 +108,7 @@ def _run(plan: SearchPlan, resume: bool, on_slurm: bool, as_json: bool) -> dict[
             f"{plan.metric} is {result.best.value:.4g} in every trial, so the first one is called the best. Train "
             "longer, or choose another search.metric"
         )
-    info(f"the best recipe: whet train {found['best']['config']} · its run: {found['best']['run']} · picture: {page}")
+    info(f"the best: {found['best']['command']} · its run: {found['best']['run']} · picture: {page}")
     return found
 
 
@@ -123,10 +124,10 @@ def _print_preview(planned: dict[str, Any], plan: SearchPlan, to_stdout: bool) -
         for index, rung in enumerate(bracket["rungs"])
     ]
     ranges = len(plan.space.parameters)
+    tokens = "" if planned["tokens"] is None else f"{format_count(planned['tokens'])} tokens, "
     lines = [
         f"{planned['method']}: {planned['trials']} trials of {ranges} parameter{'s' * (ranges != 1)}, by "
-        f"{plan.metric}; about {format_count(planned['tokens'])} tokens, {planned['share']:.0%} of as many full-length "
-        "trials",
+        f"{plan.metric}; about {tokens}{planned['share']:.0%} of as many full-length trials",
         *format_table(["bracket", "rung", unit, "trials", "tokens"], rows),
     ]
     for line in lines:

@@ -5,8 +5,10 @@ torchrun and `whet launch` set these variables for each process they start; with
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -80,3 +82,27 @@ def error_file() -> Path | None:
     """The file that torchrun reads a failed worker's error from."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(file) if file else None
+
+
+@dataclass(frozen=True, slots=True)
+class SearchTrial:
+    """What `whet search` tells a script that it starts."""
+
+    folder: str
+    """The trial's run folder."""
+    steps: int
+    """The length of the whole trial."""
+    until: int
+    """The step after which the script evaluates, saves a checkpoint and ends."""
+
+    def as_env(self) -> dict[str, str]:
+        return {_TRIAL: json.dumps(asdict(self))}
+
+
+_TRIAL = "WHET_TRIAL"
+
+
+def search_trial() -> SearchTrial | None:
+    """The trial of a search that this process is; None outside one."""
+    given = os.environ.get(_TRIAL)
+    return SearchTrial(**json.loads(given)) if given else None

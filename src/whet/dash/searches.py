@@ -50,12 +50,14 @@ def describe_search(folders: RunsFolder, name: str) -> dict[str, Any]:
     recipe = as_dict(read_yaml(folder / _RECIPE, expand="none").plain())
     settings = as_dict(recipe.get("search"))
     metric = settings.get("metric") or as_dict(recipe.get("eval")).get("best") or "val_loss"
+    is_high = as_dict(recipe.get("script")).get("greater_is_better")
+    is_low = lower_is_better(str(metric)) if is_high is None else not is_high
     found = as_dict(read_json(folder / _RESULT)) if (folder / _RESULT).is_file() else {}
     trials = as_list(found.get("trials")) if found else _running_trials(folder)
     best = folder / "best.yaml"
     return {
         "name": name, "metric": str(found.get("metric") or metric), "unit": found.get("unit"),
-        "method": found.get("method") or settings.get("method"), "lower_is_better": lower_is_better(str(metric)),
+        "method": found.get("method") or settings.get("method"), "lower_is_better": is_low,
         "finished": bool(found), "importance": as_dict(found.get("importance")), "best": as_dict(found.get("best")),
         "trials": [_trial_json(folders, each) for each in trials if isinstance(each, dict)],
         "recipe": mask_secrets(best.read_text(errors="replace")) if best.is_file() else None,

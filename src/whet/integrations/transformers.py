@@ -2,7 +2,10 @@
 
     trainer = SFTTrainer(..., callbacks=[WhetCallback("runs/my-sft")])
 
-`whet runs`, `whet report` and `whet dash` then show the run, and `whet runs stop` stops it.
+`whet runs`, `whet report` and `whet dash` then show the run, and `whet runs stop` stops it. `whet search` can start the
+script as a trial, and then stops it at rungs and continues it:
+
+    trainer.train(resume_from_checkpoint=whet.checkpoint)
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, __version__
+from transformers.trainer_utils import get_last_checkpoint
 
 from whet.core.console import info, warn
 from whet.core.display import mask_settings
 from whet.core.errors import ExitCode, WhetError, first_line
 from whet.core.files import JsonLinesWriter, atomic_write, move_aside, read_json_lines
 from whet.core.heartbeat import PHASE
+from whet.core.launch_env import search_trial
 from whet.core.run_folder import RunFolder, write_config
 from whet.core.signals import stop_signals
 from whet.core.yaml import dump_yaml
@@ -40,6 +45,8 @@ _KEYS = {
 """The keys of Trainer's and TRL's logs that have another name in metrics.jsonl."""
 _SPEEDS = ("_runtime", "_samples_per_second", "_steps_per_second", "_tokens_per_second")
 """The ends of keys about an evaluation's speed, which are left out."""
+_TRAINER_FOLDER = "trainer"
+"""In a trial's run folder: Trainer's checkpoints."""
 _SUMMARY = "train_runtime"
 """A key of the line that Trainer logs after the last step. It repeats what the steps have told."""
 
@@ -51,6 +58,9 @@ class WhetCallback(TrainerCallback):
     Trainer's; `stopped` then tells it from training that is complete. `trainer.train(resume_from_checkpoint=True)`
     continues the run folder. A new training moves an earlier run in the folder aside. Without a disk to write to,
     training goes on.
+
+    In a trial of `whet search`, the folder, Trainer's `output_dir` and its `max_steps` are those of the trial, and
+    training ends at the trial's next rung, after an evaluation and a checkpoint.
     """
 
     def __init__(
@@ -58,28 +68,51 @@ class WhetCallback(TrainerCallback):
     ) -> None:
         """`folder`: default runs/NAME, with the name of Trainer's `output_dir`."""
         self.stopped = False
-        """Whether a signal or `whet runs stop` has ended training."""
+        """Whether a signal, `whet runs stop` or a rung of `whet search` has ended training before its last step."""
+        self._trial = search_trial()
         self._given, self._project, self._tags = folder, project, list(tags)
+        self._is_at_rung = False
         self._folder: RunFolder | None = None  # of the first process, while it trains
         self._signals: list[int] = []
         self._handlers: dict[signal.Signals, Any] = {}
         self._trainer_code: CodeType | None = None
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The checkpoint from which `whet search` continues a trial; None for a new trial, and outside a search."""
+        folder = None if self._trial is None else Path(self._trial.folder, _TRAINER_FOLDER)
+        found: str | None = get_last_checkpoint(str(folder)) if folder is not None and folder.is_dir() else None
+        return found
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """In a trial, train for its length and into its folder."""
+        if self._trial is not None:
+            args.output_dir, args.max_steps = str(Path(self._trial.folder, _TRAINER_FOLDER)), self._trial.steps
+            args.save_total_limit = args.save_total_limit or 1
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Open the folder; raises a WhetError if another process uses it."""
         self._end("failed", ExitCode.FAILED, "training ended with an error")  # of an earlier `train` of this process
-        self.stopped = False
+        self.stopped = self._is_at_rung = False
         self._signals.clear()
         self._install_handlers()
         if not state.is_world_process_zero:
             return
-        path = Path("runs", Path(args.output_dir).name) if self._given is None else Path(self._given)
-        if state.global_step == 0:
-            _move_aside(path)
+        if self._trial is not None:
+            path = Path(self._trial.folder)
+            if state.global_step == 0 and self.checkpoint is not None:
+                warn(
+                    f"WhetCallback: this trial trains again from step 0, though {self.checkpoint} exists. Continue it: "
+                    "trainer.train(resume_from_checkpoint=callback.checkpoint)"
+                )
+        else:
+            path = Path("runs", Path(args.output_dir).name) if self._given is None else Path(self._given)
+            if state.global_step == 0:
+                _move_aside(path)
         folder = RunFolder(path)
-        if not folder.holds_run():
+        if not folder.holds_run() and self._trial is None:
             folder.require_empty()
         write_config(path, dump_yaml(self._describe(path, args, state, kwargs.get("model"))))
         _drop_later_lines(path / "metrics.jsonl", state.global_step)
@@ -100,6 +133,9 @@ class WhetCallback(TrainerCallback):
         if _on_any_rank(is_requested, args.device):
             self.stopped = state.global_step < state.max_steps
             control.should_save = control.should_training_stop = True
+        if self._trial is not None and state.global_step >= self._trial.until:
+            self._is_at_rung = self.stopped = state.global_step < state.max_steps
+            control.should_log = control.should_evaluate = control.should_save = control.should_training_stop = True
         return control
 
     def on_substep_end(
@@ -135,7 +171,9 @@ class WhetCallback(TrainerCallback):
     ) -> None:
         """Write how training ended."""
         self._beat("training", state)
-        if self.stopped:
+        if self._is_at_rung:
+            self._end("stopped", ExitCode.DONE, None)
+        elif self.stopped:
             reason = "stopped on request; trainer.train(resume_from_checkpoint=True) continues it"
             self._end("stopped", ExitCode.STOPPED, reason)
             if state.is_world_process_zero:

@@ -15,7 +15,6 @@ import optuna
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from whet.config import Config
 from whet.core.console import ProgressBar, info, progress, warn
 from whet.core.errors import ExitCode, StoppedError, WhetError
 from whet.core.files import hash_json
@@ -23,6 +22,7 @@ from whet.core.signals import collect_stop_signals
 from whet.search.brackets import Bracket, choose_bracket
 from whet.search.config import SearchConfig
 from whet.search.place import Place, TrialEnd
+from whet.search.script import ScriptConfig, TrialConfig
 from whet.search.space import Assignment, Space
 from whet.search.study import (
     BRACKET,
@@ -59,7 +59,7 @@ class Controller:
     """Runs the trials of one search in one place."""
 
     def __init__(
-        self, space: Space, config: Config, settings: SearchConfig, metric: str, brackets: Sequence[Bracket],
+        self, space: Space, config: TrialConfig, settings: SearchConfig, metric: str, brackets: Sequence[Bracket],
         study: Study, lengths: LengthTable, owner: str,
     ) -> None:  # fmt: skip
         """`config`: of any trial, for what all have in common. `owner`: marks the trials of this search, where several
@@ -134,6 +134,12 @@ class Controller:
 
     def _require_measured(self, trial: Trial) -> None:
         """End the search if trials do not measure its metric at all: no other one would."""
+        if isinstance(trial.config, ScriptConfig) and not (trial.config.folder / "metrics.jsonl").exists():
+            raise WhetError(
+                f"script.command: trial {trial.number} ended without a run folder: its trainer needs "
+                "callbacks=[WhetCallback()], from whet.integrations.transformers. What it printed is in "
+                f"{self._folder / 'logs'}"
+            )
         found = measured_names(trial.config.folder, trial.steps[trial.reached])
         if self._metric not in found:
             raise WhetError(

@@ -15,14 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from whet.core.display import mask_secrets
 from whet.core.error_report import report_texts
 from whet.core.errors import ExitCode, RunFailedError
+from whet.core.launch_env import SearchTrial
 from whet.core.resources import available_cores
-from whet.core.run_folder import read_owner
+from whet.core.run_folder import read_owner, read_status
 from whet.launch.local import launch_command, make_launch_job
 from whet.launch.restart_policy import read_attempt_result
 from whet.launch.torchrun_agent import REPORT_VARIABLE
 from whet.search.place import TrialEnd, TrialRun
+from whet.search.script import ScriptConfig
 
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """The variable that selects the devices of a process, by their kind."""
@@ -98,17 +101,27 @@ class LocalPlace:
         groups = self._device_groups()
         used = [running.slot for running in self._running.values()]
         slot = min(range(len(groups)), key=used.count)
-        command = [sys.executable, "-m", "whet", "train", str(trial.recipe), "--until", str(trial.until), "--quiet"]
-        launch = trial.config.launch.model_copy(update={"processes": self._per_trial, "gpus": None})
-        job = make_launch_job(tuple(command), trial.folder, trial.config.run.name or "", launch)
         log = self._logs / f"{trial.folder.name}.log"
-        report = self._logs / f"{trial.folder.name}.report.json" if job.uses_torchrun else None
-        env = {**job.env, **({REPORT_VARIABLE: str(report)} if report else {})}
+        report: Path | None = None
+        request: dict[str, Any] = {"start": trial.number, "log": str(log)}
+        if isinstance(trial.config, ScriptConfig):
+            stop = trial.folder / "stop"
+            stop.unlink(missing_ok=True)  # of a script that was killed
+            steps = trial.config.script.steps
+            env = SearchTrial(str(trial.folder.absolute()), steps, trial.until).as_env()
+            env |= trial.config.launch.required_variables()
+            request |= {"argv": trial.config.script.argv(), "stop": str(stop)}
+        else:
+            command = [sys.executable, "-m", "whet", "train", str(trial.recipe), "--until", str(trial.until), "--quiet"]
+            launch = trial.config.launch.model_copy(update={"processes": self._per_trial, "gpus": None})
+            job = make_launch_job(tuple(command), trial.folder, trial.config.run.name or "", launch)
+            report = self._logs / f"{trial.folder.name}.report.json" if job.uses_torchrun else None
+            env = {**job.env, **({REPORT_VARIABLE: str(report)} if report else {})}
+            request["argv"] = launch_command(job, resume=True)
         if groups[slot] and self._variable:
             env[self._variable] = ",".join(groups[slot])
         self._running[trial.number] = _Running(trial, slot, log, report, report_texts(trial.folder))
-        _, *argv = launch_command(job, resume=True)
-        self._send({"start": trial.number, "argv": argv, "env": env, "log": str(log)})
+        self._send(request | {"env": env})
 
     def poll(self, seconds: float) -> list[TrialEnd]:
         """The trials that have ended; waits up to `seconds` for one."""
@@ -116,6 +129,8 @@ class LocalPlace:
 
     def _end(self, number: int, code: int) -> TrialEnd:
         running = self._running.pop(number)
+        if isinstance(running.trial.config, ScriptConfig):
+            return self._script_end(running, code)
         if code == ExitCode.DONE:
             return TrialEnd(number, code)
         result = read_attempt_result(
@@ -124,8 +139,23 @@ class LocalPlace:
         exit_code = {"stopped": ExitCode.STOPPED, "input": ExitCode.INPUT}.get(result.kind, ExitCode.FAILED)
         return TrialEnd(number, exit_code, _last_error(running.log) or result.message)
 
+    def _script_end(self, running: _Running, code: int) -> TrialEnd:
+        """By the run folder, which WhetCallback writes: a script that was stopped on request may end with 0, too."""
+        trial, status = running.trial, read_status(running.trial.folder)
+        is_stopped = status.get("state") == "stopped" and status.get("exit_code") == ExitCode.STOPPED
+        reason = str(status.get("reason") or "")
+        if self._stops or is_stopped:
+            return TrialEnd(trial.number, ExitCode.STOPPED, reason or "stopped")
+        if code == ExitCode.DONE and (not status or status.get("step", 0) >= trial.until):
+            return TrialEnd(trial.number, code)
+        if code == ExitCode.DONE:
+            reason = f"it ended after step {status['step']}, before its rung at step {trial.until}. {reason}"
+        elif status.get("state") != "failed":
+            reason = f"exit code {code}: {_last_line(running.log)}"
+        return TrialEnd(trial.number, ExitCode.FAILED, reason)
+
     def stop(self) -> None:
-        """SIGTERM: each saves a checkpoint after its current step."""
+        """SIGTERM, or for a script the file `stop`: each saves a checkpoint after its current step."""
         self._stops = True
         self._send({"signal": signal.SIGTERM})
 
@@ -174,6 +204,14 @@ def _last_error(log: Path) -> str:
         lines = log.read_text(errors="replace").splitlines()
         return next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
     return ""
+
+
+def _last_line(log: Path) -> str:
+    """The last line that a script has printed: of a traceback, the exception."""
+    with contextlib.suppress(OSError):
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        return mask_secrets(lines[-1]) if lines else "it printed nothing"
+    return "it printed nothing"
 
 
 def _wait_for_owner(folder: Path) -> None:

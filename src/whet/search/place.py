@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from whet.config import Config
+from whet.search.script import TrialConfig
 
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """A trial up to its next rung: `whet train RECIPE --resume --until STEP`.
+    """A trial up to its next rung: `whet train RECIPE --resume --until STEP`, or a script of the user's.
 
     --resume starts a run that does not exist yet, and continues one that has been stopped at an earlier rung.
     """
@@ -19,7 +19,7 @@ class TrialRun:
     number: int
     recipe: Path
     """The trial's own, with values instead of ranges, and with its run.dir."""
-    config: Config
+    config: TrialConfig
     """The same, read."""
     until: int
     """The step after which it evaluates, saves a checkpoint and ends. The schedule is that of the whole run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from whet.core.errors import RunFailedError
 from whet.core.files import atomic_write, write_json
 from whet.report.formatting import DASH, format_count, format_number
+from whet.search.script import ScriptConfig
 from whet.search.search import SearchPlan
 from whet.search.space import Assignment, Value
 from whet.search.study import BRACKET, ERROR, FOLDER, JOURNAL, counts, parameter_importance
@@ -117,15 +119,19 @@ def read_trial(frozen: FrozenTrial, search: Path) -> TrialResult:
 def write_results(result: SearchResult, plan: SearchPlan) -> dict[str, Any]:
     """Write best.yaml and search.json; returns what --json prints."""
     name = f"{plan.config.run.name}-best"
+    best = plan.space.config(result.best.values)
+    command = f"whet train {plan.folder / 'best.yaml'}"
+    if isinstance(best, ScriptConfig):
+        command = shlex.join(best.script.argv())
     head = (
         f"# The best of {len(result.trials)} trials by {plan.metric} = {result.best.value:.6g} (trial "
-        f"{result.best.number}, {result.best.step} steps).\n# whet train {plan.folder / 'best.yaml'}\n"
+        f"{result.best.number}, {result.best.step} steps).\n# {command}\n"
     )
     atomic_write(plan.folder / "best.yaml", head + best_recipe(plan.space, result.best.values, name))
     found = {
         "search": str(plan.folder), "method": plan.settings.method, "metric": plan.metric, "unit": plan.unit,
         "best": {
-            "trial": result.best.number, "value": result.best.value, "values": result.best.values,
+            "trial": result.best.number, "value": result.best.value, "values": result.best.values, "command": command,
             "config": str(plan.folder / "best.yaml"), "run": result.best.folder,
         },
         "importance": result.importance, "tokens": result.tokens, "invalid": result.invalid,

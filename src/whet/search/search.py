@@ -24,10 +24,11 @@ from whet.search.config import SearchConfig
 from whet.search.controller import Controller
 from whet.search.local import LocalPlace
 from whet.search.place import Place
+from whet.search.script import ScriptConfig, TrialConfig
 from whet.search.slurm import SlurmPlace
 from whet.search.space import Space, read_space
 from whet.search.study import JOURNAL, AshaPruner, open_study
-from whet.search.trials import LengthTable, length_unit, plain_recipe, require_metric, trial_length
+from whet.search.trials import LengthTable, length_in_steps, plain_recipe, require_metric, trial_length
 
 _DEFAULT_TRIALS = 16
 RECIPE = "search.yaml"
@@ -41,15 +42,15 @@ class SearchPlan:
     """What a search will do."""
 
     space: Space
-    config: Config
+    config: TrialConfig
     """Of one trial, with the name and the folder of the search: for what all trials have in common."""
     settings: SearchConfig
     metric: str
     unit: str
     """Of the rungs: steps or tokens."""
     brackets: list[Bracket]
-    tokens_per_unit: float
-    """About, for the budget."""
+    tokens_per_unit: float | None
+    """About, for the budget; None: not known, as of a script."""
     lengths: LengthTable
 
     @property
@@ -62,6 +63,8 @@ class SearchPlan:
 
     @property
     def minimizes(self) -> bool:
+        if isinstance(self.config, ScriptConfig) and self.config.script.greater_is_better is not None:
+            return not self.config.script.greater_is_better
         return lower_is_better(self.metric)
 
 
@@ -73,21 +76,24 @@ def plan_search(recipe: Path, overrides: Sequence[str]) -> SearchPlan:
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     settings = config.search or SearchConfig()
     _require_searchable(space, config, settings)
-    metric = settings.metric or config.eval.best
+    metric = settings.metric or ("val_loss" if isinstance(config, ScriptConfig) else config.eval.best)
     require_metric(config, metric)
     lengths = LengthTable()
-    planned, length = lengths.of(config), trial_length(config, lengths)
+    length = trial_length(config, lengths)
     trials = _trial_count(space, settings)
     if settings.method == "asha":
         brackets = make_brackets(length, trials, settings.divisor, settings.max_rungs, settings.mode)
     else:
         brackets = [Bracket(rung_lengths(length, settings.divisor, 1), trials)]
-    unit = length_unit(config)
-    tokens_per_unit = 1.0 if unit == "tokens" else float(planned.tokens[-1]) / planned.steps
+    unit = "tokens" if length_in_steps(config) is None else "steps"
+    tokens_per_unit = None
+    if not isinstance(config, ScriptConfig):
+        planned = lengths.of(config)
+        tokens_per_unit = 1.0 if unit == "tokens" else float(planned.tokens[-1]) / planned.steps
     return SearchPlan(space, config, settings, metric, unit, brackets, tokens_per_unit, lengths)
 
 
-def _any_valid_config(space: Space) -> Config:
+def _any_valid_config(space: Space) -> TrialConfig:
     """The configuration of the first valid combination; read_space has found one."""
     randomness = random.Random(0)
     while True:
@@ -109,13 +115,19 @@ def _trial_count(space: Space, settings: SearchConfig) -> int:
     return count
 
 
-def _require_searchable(space: Space, config: Config, settings: SearchConfig) -> None:
+def _require_searchable(space: Space, config: TrialConfig, settings: SearchConfig) -> None:
+    is_script = isinstance(config, ScriptConfig)
     if not space.parameters and settings.method != "single":
         raise WhetError(
             f"{space.tree.place}: this recipe has no range to search. Write one where a value stands, such as "
-            "train.optimizer.lr: {search: log, low: 1e-6, high: 1e-4}"
+            f"{'script.arguments.learning_rate' if is_script else 'train.optimizer.lr'}: "
+            "{search: log, low: 1e-6, high: 1e-4}"
         )
     for parameter in space.parameters:
+        if is_script and parameter.path[:2] != ("script", "arguments"):
+            raise WhetError(
+                f"{parameter.place}: {parameter.name}: only script.arguments can be searched. Give one value"
+            )
         if settings.method == "asha" and parameter.name in ("train.steps", "train.epochs", "train.tokens"):
             raise WhetError(
                 f"{parameter.place}: {parameter.name}: asha compares trials after parts of their length, so the length "
@@ -123,6 +135,8 @@ def _require_searchable(space: Space, config: Config, settings: SearchConfig) ->
             )
         if parameter.path[0] in ("run", "launch", "export", "track", "profile") and parameter.name != "run.seed":
             raise WhetError(f"{parameter.place}: {parameter.name}: does not change what is trained. Give one value")
+    if isinstance(config, ScriptConfig):
+        return
     for key in ("start_step", "step_offset"):
         if given := getattr(config.train, key):
             raise WhetError(f"train.{key}: {given}: trials begin at step 0. Remove it")
@@ -131,21 +145,25 @@ def _require_searchable(space: Space, config: Config, settings: SearchConfig) ->
 
 
 def preview(plan: SearchPlan) -> dict[str, Any]:
-    """What the search will cost: for each bracket, how many trials reach each rung, and their tokens."""
-    full = plan.trials * max(bracket.rungs[-1] for bracket in plan.brackets) * plan.tokens_per_unit
+    """What the search will cost: for each bracket, how many trials reach each rung, and their tokens where they are
+    known."""
+    scale = plan.tokens_per_unit or 1.0
+    full = plan.trials * max(bracket.rungs[-1] for bracket in plan.brackets) * scale
     brackets: list[dict[str, Any]] = []
+    total = 0
     for bracket in plan.brackets:
         reached = expected_at_rungs(bracket, plan.settings.divisor)
-        rungs = [
-            {plan.unit: end, "trials": round(n, 1), "tokens": round(n * (end - begin) * plan.tokens_per_unit)}
-            for begin, end, n in zip((0, *bracket.rungs), bracket.rungs, reached, strict=False)
-        ]
+        rungs: list[dict[str, Any]] = []
+        for begin, end, n in zip((0, *bracket.rungs), bracket.rungs, reached, strict=False):
+            cost = round(n * (end - begin) * scale)
+            total += cost
+            rungs.append({plan.unit: end, "trials": round(n, 1), "tokens": cost if plan.tokens_per_unit else None})
         brackets.append({"trials": bracket.trials, "rungs": rungs})
-    total = sum(rung["tokens"] for bracket in brackets for rung in bracket["rungs"])
+    tokens, full_tokens = (total, round(full)) if plan.tokens_per_unit else (None, None)
     return {
         "method": plan.settings.method, "metric": plan.metric, "trials": plan.trials, "unit": plan.unit,
         "parameters": {parameter.name: _describe_range(parameter) for parameter in plan.space.parameters},
-        "brackets": brackets, "tokens": round(total), "full_length_tokens": round(full), "share": total / full,
+        "brackets": brackets, "tokens": tokens, "full_length_tokens": full_tokens, "share": total / full,
     }  # fmt: skip
 
 
@@ -159,6 +177,11 @@ def _describe_range(parameter: Any) -> dict[str, Any]:
 
 def make_place(plan: SearchPlan, on_slurm: bool) -> Place:
     """Slurm, or the devices of this machine: as many for a trial as launch.gpus or launch.processes says, else one."""
+    if on_slurm and isinstance(plan.config, ScriptConfig):
+        raise WhetError(
+            "--on slurm is for recipes: a script's trials run on one machine. Give the search a job of its own: whet "
+            "launch --on slurm -- search CONFIG"
+        )
     if on_slurm:
         return SlurmPlace()
     launch = plan.config.launch

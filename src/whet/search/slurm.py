@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from whet.config import Config
 from whet.core.errors import ExitCode
 from whet.core.files import read_json_lines
 from whet.core.run_folder import read_status
@@ -43,6 +44,7 @@ class SlurmPlace:
         self._running[trial.number] = _Submitted(trial, known[-1] if known else self._submit(trial))
 
     def _submit(self, trial: TrialRun) -> int:
+        assert isinstance(trial.config, Config)
         (trial.folder / "stop").unlink(missing_ok=True)
         submitted = submit_run(trial.config, resume=True, until=trial.until, warns=not self._running)
         return submitted.jobs[0]

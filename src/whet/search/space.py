@@ -24,6 +24,7 @@ from whet.config import Config
 from whet.core.config import ConfigPath, is_search_range, validate_config
 from whet.core.errors import WhetError
 from whet.core.yaml import Node, dump_yaml_inline
+from whet.search.script import ScriptConfig, TrialConfig
 
 _KEYS = {
     "log": ("low", "high", "count", "when"),
@@ -124,6 +125,7 @@ class Space:
     tree: Node
     parameters: tuple[Parameter, ...]
     """In an order in which each comes after those that it depends on."""
+    kind: type[TrialConfig] = Config
 
     def assign(self, choose: Callable[[Parameter], Value]) -> Assignment:
         """Choose a value for every parameter that applies."""
@@ -189,15 +191,17 @@ class Space:
 
         return fill(self.tree, ())
 
-    def config(self, assignment: Assignment) -> Config:
+    def config(self, assignment: Assignment) -> TrialConfig:
         """The configuration of a trial, or a WhetError if the combination is invalid."""
-        return validate_config(Config, self.recipe(assignment))
+        return validate_config(self.kind, self.recipe(assignment))
 
 
 def read_space(tree: Node) -> Space:
-    """Find the ranges of a recipe, and check that each of their values is part of a valid trial."""
+    """Find the ranges of a recipe, or of a script's arguments, and check that each of their values is part of a valid
+    trial."""
     found = [_parse_range(node, path) for path, node in _find_ranges(tree, ())]
-    space = Space(tree, tuple(_in_order_of_dependence(found, tree)))
+    is_script = isinstance(tree.value, dict) and "script" in tree.value
+    space = Space(tree, tuple(_in_order_of_dependence(found, tree)), ScriptConfig if is_script else Config)
     _require_valid_trials(space)
     return space
 
@@ -385,7 +389,7 @@ def _conditions(space: Space, parameter: Parameter) -> Assignment:
     return found
 
 
-def _first_valid(space: Space, fixed: Assignment, randomness: random.Random) -> Config:
+def _first_valid(space: Space, fixed: Assignment, randomness: random.Random) -> TrialConfig:
     """The first valid one of some random combinations with fixed values, or the error of the first."""
     first: WhetError | None = None
     for _ in range(_TRIES):

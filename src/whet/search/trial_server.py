@@ -3,13 +3,16 @@
 `python -m whet train` spends four fifths of a short run on imports; a fork has none. Arguments are further modules to
 import. It reads JSON lines on stdin and answers on stdout:
 
-    → {"start": 3, "argv": ["-m", "whet", "train", …], "env": {…}, "log": "FILE"}
+    → {"start": 3, "argv": ["python", "-m", "whet", "train", …], "env": {…}, "log": "FILE"}
+    → {"start": 4, "argv": ["python", "sft.py", …], "env": {…}, "log": "FILE", "stop": "FILE"}
     → {"signal": 15}                       to all trials
     ← {"ready": true, "device": "cuda", "devices": 8}
     ← {"ended": 3, "code": 0}
 
 When stdin ends, because the search was killed, every trial is asked to save a checkpoint and end. A machine with an
 accelerator gets new interpreters instead of forks: a device that an import has initialized does not survive a fork.
+A script of the user's, which has a file `stop`, is a new process in a session of its own. SIGTERM would reach a
+launcher or the workers of a data loader instead of the process that trains; it is asked to end by that file.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def serve() -> Callable[[], None] | None:
     selector.register(requests, selectors.EVENT_READ)
     selector.register(wake, selectors.EVENT_READ)
     _answer(answers, {"ready": True, "device": device, "devices": devices})
-    trials: dict[int, int] = {}
+    trials: dict[int, dict[str, Any]] = {}
     unread, is_open = b"", True
     while is_open or trials:
         ready = [key.fd for key, _ in selector.select()]
@@ -77,11 +80,11 @@ def serve() -> Callable[[], None] | None:
                     for descriptor in (requests, answers, wake, woken):
                         os.close(descriptor)
                     return lambda: _run(request, starts_anew=devices > 0)
-                trials[pid] = request["start"]
+                trials[pid] = request
         for pid in list(trials):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                _answer(answers, {"ended": trials.pop(pid), "code": os.waitstatus_to_exitcode(status)})
+                _answer(answers, {"ended": trials.pop(pid)["start"], "code": os.waitstatus_to_exitcode(status)})
     return None
 
 
@@ -104,10 +107,15 @@ def _answer(to: int, answer: dict[str, Any]) -> None:
         os.write(to, json.dumps(answer).encode() + b"\n")
 
 
-def _signal_all(trials: dict[int, int], number: int) -> None:
+def _signal_all(trials: dict[int, dict[str, Any]], number: int) -> None:
     """To the workers of a trial with several processes: torchrun would kill those that are still saving after 30 s."""
-    for pid in trials:
-        for target in child_pids(pid) or [pid]:
+    for pid, request in trials.items():
+        if "stop" in request and number != signal.SIGKILL:
+            stop = Path(request["stop"])
+            stop.parent.mkdir(parents=True, exist_ok=True)
+            stop.touch()
+            continue
+        for target in [-pid] if "stop" in request else child_pids(pid) or [pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(target, number)
 
@@ -124,12 +132,14 @@ def _run(request: dict[str, Any], starts_anew: bool) -> None:
         os.dup2(descriptor, target)
     os.environ.update(request["env"])
     argv: list[str] = request["argv"]
-    if starts_anew:
-        os.execv(sys.executable, [sys.executable, *argv])
+    if "stop" in request:
+        os.setsid()
+    if "stop" in request or starts_anew:
+        os.execvp(argv[0], argv)
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
     )  # fmt: skip
-    _, module, *arguments = argv
+    _, _, module, *arguments = argv
     sys.argv = [module, *arguments]
     sys.path.insert(0, str(Path.cwd()))
     runpy.run_module(module, run_name="__main__", alter_sys=True)

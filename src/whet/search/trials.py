@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from whet.config import Config, read_config
+from whet.core.config import load_config
 from whet.core.errors import WhetError
 from whet.core.files import atomic_write, hash_json, read_json_lines
 from whet.core.yaml import Node, Template, dump_yaml
 from whet.run.data import make_plan, prepare_data
 from whet.run.model_reference import resolve_model_reference
 from whet.search.place import TrialRun
+from whet.search.script import ScriptConfig, TrialConfig
 from whet.search.space import Assignment, Space
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class Trial:
 
     number: int
     values: Assignment
-    config: Config
+    config: TrialConfig
     recipe: Path
     rungs: tuple[int, ...]
     """In the unit of the search: steps or tokens."""
@@ -72,7 +74,9 @@ def best_recipe(space: Space, values: Assignment, name: str) -> str:
     return dump_yaml({"run": {"name": name, **run}, **recipe})
 
 
-def write_trial_recipe(space: Space, values: Assignment, folder: Path, number: int, search: str) -> tuple[Path, Config]:
+def write_trial_recipe(
+    space: Space, values: Assignment, folder: Path, number: int, search: str
+) -> tuple[Path, TrialConfig]:
     """Write the recipe of a trial beside its run folder; returns its path and its configuration."""
     recipe = plain_recipe(space.recipe(values))
     recipe.pop("search", None)
@@ -80,14 +84,15 @@ def write_trial_recipe(space: Space, values: Assignment, folder: Path, number: i
     run = recipe.pop("run", {})
     run |= {"name": f"{search}-{name}", "dir": str(folder / name), "tags": [*run.get("tags", []), f"search:{search}"]}
     run["notify"] = []
-    for section, settings in _TRIAL_SETTINGS.items():
+    is_script = space.kind is ScriptConfig
+    for section, settings in _TRIAL_SETTINGS.items() if not is_script else ():
         given = recipe.get(section)
         recipe[section] = {**settings, **(given if isinstance(given, dict) else {})}
-    recipe["eval"].pop("patience", None)  # the search decides when a trial ends
+    recipe.get("eval", {}).pop("patience", None)  # the search decides when a trial ends
     file = folder / "recipes" / f"{name}.yaml"
     file.parent.mkdir(exist_ok=True)
     atomic_write(file, dump_yaml({"run": run, **recipe}))
-    return file, read_config(file)
+    return file, load_config(ScriptConfig, file) if is_script else read_config(file)
 
 
 # Lengths
@@ -128,21 +133,22 @@ class LengthTable:
         return self._known[key]
 
 
-def length_unit(config: Config) -> str:
-    """The unit of rungs: trials of train.steps are compared after so many steps, all others after so many tokens."""
-    return "tokens" if config.train.steps is None else "steps"
+def length_in_steps(config: TrialConfig) -> int | None:
+    """The length of a trial that is given in steps: then rungs are steps, too, otherwise tokens."""
+    return config.script.steps if isinstance(config, ScriptConfig) else config.train.steps
 
 
-def trial_length(config: Config, lengths: LengthTable) -> int:
+def trial_length(config: TrialConfig, lengths: LengthTable) -> int:
     """The length of a whole trial, in the unit of rungs."""
-    if config.train.steps is not None:
-        return config.train.steps
+    steps = length_in_steps(config)
+    if steps is not None or isinstance(config, ScriptConfig):
+        return steps or 0
     return config.train.tokens or int(lengths.of(config).tokens[-1])
 
 
-def steps_at_rungs(config: Config, rungs: tuple[int, ...], lengths: LengthTable) -> tuple[int, ...]:
+def steps_at_rungs(config: TrialConfig, rungs: tuple[int, ...], lengths: LengthTable) -> tuple[int, ...]:
     """The step at which a trial reaches each rung; the last is its end."""
-    if config.train.steps is not None:
+    if isinstance(config, ScriptConfig) or config.train.steps is not None:
         return rungs
     planned = lengths.of(config)
     return (*(planned.step_at(rung) for rung in rungs[:-1]), planned.steps)
@@ -174,9 +180,15 @@ def read_progress(folder: Path) -> tuple[int, int]:
     return 0, 0
 
 
-def require_metric(config: Config, metric: str) -> None:
-    """Refuse a metric that evaluations of the trials do not have."""
-    if metric.startswith("task/"):
+def require_metric(config: TrialConfig, metric: str) -> None:
+    """Refuse a metric that evaluations of the trials do not have. What a script measures, its first trial shows."""
+    if isinstance(config, ScriptConfig):
+        if config.script.greater_is_better is None and not any(word in metric for word in ("loss", "accuracy")):
+            raise WhetError(
+                f"search.metric: {metric}: whether it shall be high or low is not known. Set "
+                "script.greater_is_better to true or false"
+            )
+    elif metric.startswith("task/"):
         if metric.removeprefix("task/") not in config.eval.task_names:
             raise WhetError(
                 f"search.metric: {metric}, but eval.tasks does not have {metric.removeprefix('task/')}. Add it"

@@ -58,7 +58,7 @@ class ToolAnswerText:
 
     def push(self, token: int) -> str:
         self._text += self._stream.push(token)
-        return self._advance(self._text[: visible_length(self._text, self._form.opening)])
+        return self._advance(self._text[: visible_length(self._text, self._form)])
 
     def finish(self, completion: Completion) -> Ending:
         text = self._decode(completion.ids) if completion.text is None else completion.text

@@ -8,9 +8,10 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+from whet.core.console import warn
 from whet.core.display import is_valid_text
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.read.messages import parse_message_list, parse_tools
@@ -48,8 +49,15 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
-    def tool_call_format(self) -> ToolCallFormat:
-        return find_tool_call_format(self.model.renderer)
+    def tool_call_format(self) -> ToolCallFormat | None:
+        """None: calls are passed on as text."""
+        found = find_tool_call_format(self.model.renderer)
+        if found is None:
+            warn(
+                f"{self.id}: its chat template writes tool calls in a way that whet cannot read, so answers have them "
+                "as text"
+            )
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         return {"id": self.id, "object": "model", "created": self.created, "owned_by": "whet"}
@@ -248,10 +256,12 @@ class ChatCompletion(Endpoint):
         return tools
 
     def decoder(self, prompt: list[int]) -> Any:
+        if self._tools and self._format is None:  # the client finds the calls by their marks
+            return partial(self.served.model.renderer.decode_answer, skip_special_tokens=False)
         return self.served.model.decode
 
     def answer(self, decode: Any) -> AnswerText | ToolAnswerText:
-        if not self._tools:
+        if not self._tools or self._format is None:
             return super().answer(decode)
         parallel = self.request.parallel_tool_calls is not False
         return ToolAnswerText(self.served.model, self.request.stop_strings, self._format, self._tools, parallel)

@@ -1,12 +1,17 @@
 """Tool calls in answers. How a model writes them is what its chat template writes for one: found by rendering some.
 
-Most templates write JSON, `<tool_call>{"name": "weather", "arguments": {"city": "Riga"}}</tool_call>`, some tags around
-each argument, `<function=weather><parameter=city>Riga</parameter></function>`. A format is used only if it reads back
-what the template wrote.
+- JSON: `<tool_call>{"name": "weather", "arguments": {"city": "Riga"}}</tool_call>` (Qwen, Llama 3.1, Mistral, Granite)
+- the name, then the arguments as JSON: `[TOOL_CALLS]weather[ARGS]{"city": "Riga"}` (newer Mistral, DeepSeek, gpt-oss)
+- tags around each argument: `<function=weather><parameter=city>Riga</parameter></function>` (Qwen3.5, GLM, Nemotron)
+- Python: `<|tool_call_start|>[weather(city="Riga")]<|tool_call_end|>` (LFM2)
+
+The marks are not a list of known ones; they are what stands around a call that the template was given. A format is used
+only if it reads back what the template wrote. What cannot be read is passed on as text.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import secrets
@@ -24,6 +29,11 @@ _MAX_FAILURES = 1000
 """Brackets at which no JSON begins; each may cost a scan of the rest of the answer."""
 _QUESTION = Message("user", "Hi")
 _SEPARATORS = " \n;,"
+_MAX_PYTHON = 20_000
+"""Characters of a call in Python's syntax; its parser needs a multiple of them."""
+_MIDDLE = 60
+"""Characters between the name and the arguments of a call: models write other words there than their template."""
+_SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 _PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
 """Some templates print arguments as Python does, and their models learned that."""
 
@@ -60,8 +70,9 @@ class JsonCalls:
             before = text[done:at].rstrip()
             if self.opening:
                 is_call = bool(found) and before.endswith(self.opening)
-            else:
-                is_call = bool(found) and not before.strip(_SEPARATORS) and all(name in known for name, _ in found)
+            else:  # Llama 3 may write <|python_tag|> before it
+                is_first = not _SPECIAL_TOKEN.sub("", before).strip(_SEPARATORS)
+                is_call = bool(found) and is_first and all(name in known for name, _ in found)
             if at < done or not is_call:
                 continue
             rest += before.removesuffix(self.opening) if self.opening else ""
@@ -70,6 +81,85 @@ class JsonCalls:
             is_closed = bool(self.closing) and after.startswith(self.closing)
             done = len(text) - len(after) + len(self.closing) if is_closed else end
         return (rest + text[done:], calls) if calls else (text, [])
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCalls:
+    """A call is its name and, some words later, its arguments as a JSON object."""
+
+    opening: str
+    """Before the name, such as [TOOL_CALLS]; empty: the answer begins with the name."""
+    closing: str
+    """After the arguments."""
+    block: tuple[str, str] = ("", "")
+    """Before the first call and after the last."""
+    quote: str = '"'
+    """Around texts; with another mark than JSON's, keys have none."""
+
+    def parse(self, text: str, tools: Tools) -> tuple[str, list[ParsedCall]]:
+        """(text without the calls, calls). Without an opening only tools of the request can be called."""
+        known = [tool["function"]["name"] for tool in tools]
+        calls: list[ParsedCall] = []
+        rest, done = "", 0
+        for start in re.compile(f"{re.escape(self.opening)}([\\w.-]+)[^{{}}]{{0,{_MIDDLE}}}?(?={{)").finditer(text):
+            found = self._arguments(text, start.end())
+            is_call = bool(self.opening) or (not text[done : start.start()].strip() and start[1] in known)
+            if start.start() < done or found is None or not is_call:
+                continue
+            calls.append(ParsedCall(start[1], json.dumps(found[0], ensure_ascii=False)))
+            rest += text[done : start.start()]
+            after = text[found[1] :].lstrip()
+            is_closed = bool(self.closing) and after.startswith(self.closing)
+            done = len(text) - len(after) + len(self.closing) if is_closed else found[1]
+        if not calls:
+            return text, []
+        rest += text[done:]
+        for mark in filter(None, self.block):
+            rest = rest.replace(mark, "")
+        return rest, calls
+
+    def _arguments(self, text: str, at: int) -> tuple[dict[str, Any], int] | None:
+        """(arguments, where they end); None if the text has no object there."""
+        if self.quote != '"':
+            end = text.find(self.closing, at)
+            if end < 0:
+                return None
+            parts = text[at:end].split(self.quote)
+            parts[::2] = [re.sub(r"([\w.-]+)\s*:", r'"\1":', part) for part in parts[::2]]
+            parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+            text, at = "".join(parts), 0
+        try:
+            value, after = json.JSONDecoder().raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(value, dict):
+            return None
+        return value, after if self.quote == '"' else end
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCalls:
+    """Calls are a list as Python writes it: [weather(city="Riga"), now()]."""
+
+    opening: str
+    """Such as <|tool_call_start|>; empty: the answer is the list."""
+    closing: str
+
+    def parse(self, text: str, tools: Tools) -> tuple[str, list[ParsedCall]]:
+        """(text without the calls, calls). Without an opening only tools of the request can be called."""
+        known = [tool["function"]["name"] for tool in tools]
+        calls: list[ParsedCall] = []
+        rest, left = "", text
+        while True:
+            before, mark, after = left.partition(self.opening) if self.opening else ("", "", left)
+            inside, closed, beyond = after.partition(self.closing) if self.closing else (after, "", "")
+            found = _python_calls(inside.strip()) if mark or not self.opening else []
+            if not found or not (self.opening or all(call.name in known for call in found)):
+                break
+            calls, rest, left = calls + found, rest + before, beyond
+            if not closed:
+                break
+        return (rest + left, calls) if calls else (text, [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,35 +208,47 @@ class TaggedCalls:
                 return arguments, part.end()
 
 
-ToolCallFormat = JsonCalls | TaggedCalls
+ToolCallFormat = JsonCalls | NamedCalls | TaggedCalls | PythonCalls
 
 
-def visible_length(text: str, opening: str) -> int:
+def visible_length(text: str, form: ToolCallFormat) -> int:
     """How much of an unfinished answer is certainly no part of a call, and may be shown."""
-    if not opening:
-        return 0 if not text.strip() or text.lstrip()[0] in "{[" else len(text)
-    first = opening.split()[0]
-    at = text.find(first)
+    if not form.opening:
+        begun = _SPECIAL_TOKEN.sub("", text).strip()
+        possible = r"[{\[].*|<?(\|\w*\|?)?" if not isinstance(form, NamedCalls) else r"[\w.-]*\s*({.*)?"
+        return 0 if re.fullmatch(possible, begun, re.DOTALL) else len(text)
+    marks = [form.opening, form.block[0]] if isinstance(form, NamedCalls) else [form.opening]
+    return min(_before_mark(text, mark.split()[0]) for mark in marks if mark.strip())
+
+
+def _before_mark(text: str, mark: str) -> int:
+    """Where a mark begins, or may begin at the end of the text."""
+    at = text.find(mark)
     if at >= 0:
         return at
-    return len(text) - next(n for n in range(len(first), -1, -1) if text.endswith(first[:n]))
+    return len(text) - next(n for n in range(len(mark), -1, -1) if text.endswith(mark[:n]))
 
 
 # The format of a template
 
 
-def find_tool_call_format(renderer: Renderer) -> ToolCallFormat:
-    """How this chat template writes calls; a WhetError if it has no tools or writes them in a way of its own."""
+def find_tool_call_format(renderer: Renderer) -> ToolCallFormat | None:
+    """How this chat template writes calls; None if it writes them in a way that cannot be read, or not at all. A
+    WhetError if the model would not see its tools."""
     try:
         prompt = renderer.prompt_text([_QUESTION], [PROBE_TOOL])
         if prompt == renderer.prompt_text([_QUESTION]):
             raise WhetError("the model's chat template leaves tools out, so the model would not see them")
-        for found in (_find_json(renderer, prompt), _find_tags(renderer, prompt)):
+    except BadRecordError as error:
+        raise WhetError(f"the model's chat template has no tools: {error}") from None
+    for find in (_find_json, _find_named, _find_tags, _find_python):
+        try:
+            found = find(renderer, prompt)
             if found is not None and _reads_back(renderer, prompt, found):
                 return found
-    except BadRecordError as error:
-        raise WhetError(f"the model's chat template has no tool calls: {error}") from None
-    raise WhetError("the model's chat template writes tool calls in a way that whet cannot read")
+        except BadRecordError:  # it refuses such calls
+            continue
+    return None
 
 
 def _written(renderer: Renderer, prompt: str, *arguments: dict[str, Any]) -> str:
@@ -154,7 +256,7 @@ def _written(renderer: Renderer, prompt: str, *arguments: dict[str, Any]) -> str
     calls = tuple(ToolCall("look_up", each, f"call{number:05}") for number, each in enumerate(arguments, 1))
     turn = Message("assistant", "", tool_calls=calls)
     text = renderer.text.apply_with_arguments(Conversation((_QUESTION, turn), Origin("probe", 1), (PROBE_TOOL,)))[1]
-    start = next((i for i, (one, other) in enumerate(zip(prompt, text, strict=False)) if one != other), len(prompt))
+    start = len(_common_start(prompt, text))
     marker = renderer.end_of_turn()
     ending = "" if marker is None else str(renderer.tokenizer.convert_ids_to_tokens(marker))
     return text[start:].partition(ending)[0] if ending else text[start:]
@@ -166,6 +268,38 @@ def _find_json(renderer: Renderer, prompt: str) -> JsonCalls | None:
         if any(name == "look_up" for name, _ in _calls_in(value)):
             return JsonCalls((text[:at].split() or [""])[-1], (text[end:].split() or [""])[0])
     return None
+
+
+def _find_named(renderer: Renderer, prompt: str) -> NamedCalls | None:
+    """From two calls, where the template allows them: what stands before each name is the opening of a call."""
+    arguments = {"word": "31+52"}
+    try:
+        text = _written(renderer, prompt, arguments, arguments)
+    except BadRecordError:
+        text = _written(renderer, prompt, arguments)
+    before, _, after = text.partition("31+52")
+    quote = next((after[:n] for n in range(1, 12) if after and before.endswith(after[:n])), "")
+    places: list[tuple[int, int, int]] = []  # of the name, of the arguments' beginning and end
+    for name in re.finditer("look_up", text):
+        start = text.find("{", name.end())
+        end = text.find("}", start) + 1
+        if "31+52" in text[start:end] and (not places or name.start() > places[-1][2]):
+            places.append((name.start(), start, end))
+    if not places or not quote:
+        return None
+    head, tail = text[: places[0][0]], text[places[-1][2] :].rstrip()
+    if len(places) == 1:
+        return NamedCalls(head.strip(), tail.strip(), quote=quote)
+    between = text[places[0][2] : places[1][0]]
+    opening = _common_start(head[::-1], between[::-1])[::-1].lstrip()
+    closing = _common_start(between.removesuffix(opening), tail).strip()
+    block = head.removesuffix(opening).strip(), tail.strip().removeprefix(closing).strip()
+    return NamedCalls(opening, closing, block, quote)
+
+
+def _find_python(renderer: Renderer, prompt: str) -> PythonCalls | None:
+    before, found, after = _written(renderer, prompt, {}).partition("[look_up()]")
+    return PythonCalls(before.strip(), after.strip()) if found else None
 
 
 def _find_tags(renderer: Renderer, prompt: str) -> TaggedCalls | None:
@@ -201,6 +335,30 @@ def _reads_back(renderer: Renderer, prompt: str, form: ToolCallFormat) -> bool:
 
 
 # Parts of a text
+
+
+def _common_start(one: str, other: str) -> str:
+    return one[
+        : next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    ]
+
+
+def _python_calls(text: str) -> list[ParsedCall]:
+    """The calls of a list in Python's syntax, with constants as arguments; none if the text is anything else."""
+    try:
+        try:
+            listed = ast.parse(text[:_MAX_PYTHON], mode="eval").body
+        except SyntaxError:  # some templates print texts as they are
+            listed = ast.parse(text[:_MAX_PYTHON].replace("\n", "\\n"), mode="eval").body
+        found = []
+        for call in listed.elts if isinstance(listed, ast.List) else []:
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+                return []
+            arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+            found.append(ParsedCall(call.func.id, json.dumps(arguments, ensure_ascii=False)))
+        return found
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return []
 
 
 def _json_values(text: str, start: int) -> Iterator[tuple[int, int, Any]]:
