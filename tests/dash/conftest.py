@@ -84,7 +84,7 @@ def dash() -> Iterator[Callable[..., Dash]]:
         server.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while Playwright is open, its event loop runs in this thread, and asyncio.run fails
 def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:

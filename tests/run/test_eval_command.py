@@ -206,7 +206,7 @@ def test_bad_input(refused: Callable[..., str], run: Path, material: Path, tmp_p
     assert "two tasks have the name own" in refused(run, "--tasks", f"{material}/own.jsonl,{material}/own.jsonl:number")
     assert "no such file" in refused(run, "--tasks", "no/such.jsonl")
     unknown = refused(run, "--tasks", f"{material}/own.jsonl:nubmer")
-    assert "own.jsonl:nubmer' is not valid: expected exact | number | contains" in unknown
+    assert "own.jsonl:nubmer': there is no scorer 'nubmer'; did you mean number? whet has exact, number," in unknown
     assert "eval.tasks.0.scorer" in unknown
     assert "--against compares task scores" in refused("builtin:tiny", "--against", run)
     assert "nothing to evaluate" in refused("builtin:tiny")

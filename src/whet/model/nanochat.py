@@ -30,6 +30,7 @@ from transformers.models.nanochat.modeling_nanochat import (
     eager_attention_forward,
 )
 
+from whet.compat.transformers_private import attention_implementation
 from whet.core.errors import WhetError
 from whet.model.load.weight_files import NANOCHAT_MODEL_TYPE
 
@@ -78,7 +79,7 @@ class WindowedNanoChatAttention(NanoChatAttention):
         query, key = self.q_norm(query), self.k_norm(key)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention_implementation(self), eager_attention_forward)
         mixed, weights = attend(
             self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling,
             sliding_window=self.sliding_window, **kwargs,
