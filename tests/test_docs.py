@@ -78,6 +78,9 @@ def test_links_between_the_pages_lead_somewhere():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    proofs = re.findall(r"`(tests/[^`]+)`", (DOCS / "design.md").read_text())
+    assert len(proofs) > 10
+    assert [file for file in proofs if not (ROOT / file).is_file()] == []
 
 
 # Commands
@@ -315,7 +318,7 @@ def test_the_site_has_valid_links_and_works_from_a_folder_without_a_network(tmp_
             page.goto((tmp_path / "site" / name).with_suffix(".html").as_uri())
         page.locator("input.md-search__input").click()
         page.keyboard.type("sentinel rendering")
-        page.locator(".md-search-result__item", has_text="Masks and templates").wait_for()
+        page.locator(".md-search-result__item", has_text="Masks and templates").first.wait_for()
         browser.close()
     assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
     assert problems == []
