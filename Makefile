@@ -9,7 +9,7 @@ WORKERS ?= $(shell expr $$(nproc) + 1)
 # Debian packages that some tests use. Without them `make test` passes too and lists the tests it skipped.
 SYSTEM_PACKAGES := bubblewrap chromium iproute2 munge postgresql slurm-wlm
 
-.PHONY: help demo test test-all test-gpu lint bench docs system-deps clean
+.PHONY: help demo test test-all test-gpu lint bench docs site system-deps clean
 
 help:                ## Show this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+: +##' $(MAKEFILE_LIST) | sed -E 's/:.*## +/\t/' | expand -t 14
@@ -37,6 +37,10 @@ bench: $(READY)      ## Speed of data preparation and training on this machine, 
 
 docs: $(READY)       ## Write the pages that are made from the code
 	$(BIN)/python docs/generate.py
+
+site: $(READY)       ## Build the docs site into build/site; it opens without a server and loads nothing from elsewhere
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 system-deps:         ## Install the Debian packages that tests use (needs root)
 	apt-get update -qq
