@@ -64,7 +64,7 @@ def test_shards_of_two_ranks_load_on_two_three_and_one(tmp_path: Path) -> None:
     assert all(torch.equal(parameter, saved[name]) for name, parameter in model.named_parameters())
     reader = SafeStorageReader(tmp_path / "step-000003" / "model")
     for name, parameter in model.named_parameters():  # one at a time, as an export reads
-        reader.read_tensor(name, one := torch.empty_like(parameter))
+        reader.read_tensor(f"model.{name}", one := torch.empty_like(parameter))
         assert torch.equal(one, parameter)
     manifest = json.loads((tmp_path / "step-000003" / "manifest.json").read_text())
     assert manifest["world"] == 2

@@ -17,6 +17,7 @@ from whet.model import attention, packing_check
 from whet.model.attention import recurrent
 from whet.model.attention.recurrent import group_documents, recurrent_layers
 from whet.model.loss.loss_model import LossModel
+from whet.model.modules import eval_mode
 from whet.model.packing_check import choose_packing
 
 
@@ -64,6 +65,22 @@ def test_documents_of_200_and_73_tokens_are_compared_with_each_alone(
     assert root.unpacked == ""
     assert compared == [273] * 4  # hidden states and gradients, with each alone and with rounding
     assert len(recurrent_layers(root.language_model)) == 1
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "zaya"])
+def test_packed_documents_of_any_order_are_those_alone(kind: str) -> None:
+    """Zaya's attention has a convolution in it: only that part is reset, because attention takes the packed row."""
+    model = tiny_model(kind, torch.float64)
+    documents = [torch.randint(3, VOCABULARY, (length,)) for length in (7, 2, 23, 12)]
+    with eval_mode(model), torch.no_grad():
+        alone = [model.model(input_ids=document[None], use_cache=False).last_hidden_state[0] for document in documents]
+    attention.install_backend(model, "sdpa")
+    root = LossModel(model)
+    choose_packing(root, VOCABULARY, 23)
+    assert root.unpacked == ""
+    with eval_mode(model), torch.no_grad():
+        packed = packing_check.hidden_of_documents(root, documents)
+    assert torch.allclose(packed, torch.cat(alone), rtol=0, atol=1e-12)
 
 
 class _LeakBackwards(torch.autograd.Function):

@@ -207,13 +207,14 @@ def _selects_tokens(model: nn.Module, longest: int) -> bool:
     return chosen is not None and longest > chosen
 
 
-_PROBED_LENGTHS = (200, 73)
-"""More than the chunks of state-space layers, and no multiples of them; less where training has no such documents."""
+_PROBED_LENGTHS = (73, 200)
+"""More than the chunks of state-space layers, and no multiples of them; less where training has no such documents. The
+longer one is second: the end of the first would be a place inside of it, should a layer mistake one for the other."""
 
 
 def _probed_documents(root: LossModel, vocabulary: int, longest: int) -> list[Tensor]:
     device = next(root.parameters()).device
-    share = min(1.0, longest / _PROBED_LENGTHS[0])
+    share = min(1.0, longest / max(_PROBED_LENGTHS))
     return [torch.arange(max(1, int(n * share)), device=device) * 7919 % vocabulary for n in _PROBED_LENGTHS]
 
 
@@ -286,7 +287,7 @@ def _hidden_and_gradients(root: LossModel, compute: Callable[[], Tensor], is_rou
             signs = 1 - 2 * (torch.arange(output.shape[-1], device=output.device) % 2)
             embedding = embedding * (1 + unit * signs).to(output.dtype)
         embeddings.append(embedding.requires_grad_())
-        return embeddings[-1]
+        return embeddings[-1].clone()  # some models add positions to it in place
 
     hook = root.language_model.get_input_embeddings().register_forward_hook(detach)  # type: ignore[operator]
     try:

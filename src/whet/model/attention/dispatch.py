@@ -21,7 +21,7 @@ from whet.model.attention.backends import (
     flex_attention_forward,
     sdpa_attention_forward,
 )
-from whet.model.attention.interface import AttentionBackend, Documents, spec_from_call
+from whet.model.attention.interface import AttentionBackend, Documents, PackingError, spec_from_call
 from whet.model.attention.recurrent import recurrent_layers
 from whet.model.attention.requirements import LayerAttention
 from whet.model.attention.short import short_attention_forward
@@ -138,6 +138,8 @@ def install_backend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
         scaling: float | None = None, *, documents: Documents, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
+        if len(query) != 1:  # boundaries of documents are places in one row
+            raise PackingError("its attention is inside a layer that gets documents as a batch")
         spec = spec_from_call(query, scaling, **kwargs)
         # rotary embeddings and norms return fp32 under autocast
         kind = query.device.type

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from whet.compat.torch_private import map_tensors, set_module_class, tree_flatten, tree_unflatten
 from whet.compat.transformers_private import is_experts_module
-from whet.model.attention.interface import Documents, current_documents
+from whet.model.attention.interface import Documents, PackingError, current_documents
 from whet.model.modules import add_mixin, decoder_layers, eval_mode
 
 _MAX_PADDING = 0.2
@@ -154,7 +154,8 @@ def undo_reset(modules: Sequence[nn.Module]) -> None:
 
 @torch.no_grad()
 def find_recurrent_layers(model: nn.Module, run_packed: Any, border: int, tokens: int) -> list[nn.Module]:
-    """The largest modules inside the decoder layers whose output after `border` changes with their input before it.
+    """The largest modules inside the decoder layers whose output after `border` changes with their input before it, and
+    that do not attend.
 
     `run_packed` computes a packed row of two documents: `border` of its `tokens` tokens are the first one's.
     """
@@ -174,8 +175,20 @@ def find_recurrent_layers(model: nn.Module, run_packed: Any, border: int, tokens
         for one, other in zip(before, after, strict=True):
             if isinstance(one, Tensor) and one.shape[:2] == (1, tokens) and one.is_floating_point():
                 difference = (one[:, border:] - other[:, border:]).abs().max()
-                if difference > _LEAK * one.abs().max():
+                if difference > _LEAK * one.abs().max() and computes_batches(module, args, kwargs):
                     found.add(module)
+
+    def computes_batches(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether it can get documents as a batch: attention takes a packed row, so a part before it must be reset."""
+        nonlocal is_probing
+        is_probing = True
+        try:
+            module.forward(*_repeat(args, tokens), **_repeat(kwargs, tokens))
+        except PackingError:
+            return False
+        finally:
+            is_probing = False
+        return True
 
     inside = [
         module
@@ -203,3 +216,8 @@ def _flip(tree: Any, border: int, tokens: int) -> Any:
         return torch.cat([tensor[:, :border].flip(1), tensor[:, border:]], 1)
 
     return map_tensors(flip, tree)
+
+
+def _repeat(tree: Any, tokens: int) -> Any:
+    """Every tensor [1 T …] twice, as a batch."""
+    return map_tensors(lambda tensor: torch.cat([tensor] * 2) if tensor.shape[:2] == (1, tokens) else tensor, tree)
