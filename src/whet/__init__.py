@@ -4,7 +4,7 @@ import importlib
 import logging
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Before anything imports transformers, which imports torchao where it finds it, which complains of what is not used.
 for _name in ("torchao", "torch.utils._pytree"):

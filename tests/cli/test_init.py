@@ -51,6 +51,25 @@ def test_a_spreadsheet_becomes_a_model(fragen: Path, whet: Any) -> None:
     assert (longer.code, "model.path=runs/fragen run.dir=runs/fragen-2" in longer.err) == (1, True)
 
 
+def test_a_few_broken_lines_are_left_out_by_a_line_of_the_recipe_and_many_are_not(
+    tmp_path: Path, whet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    turns = [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "Seven."}]
+    lines = [json.dumps({"conversations": turns})] * 60
+    lines[17], lines[40] = lines[17][:30], json.dumps({"conversations": turns[:1]})
+    Path("dump.jsonl").write_text("\n".join(lines))
+    written = whet("init", "dump.jsonl", "--model", "builtin:tiny")
+    assert written.code == 0, written.err
+    text = " ".join(Path("dump.yaml").read_text().replace("#", "").split())
+    assert "2 of the records cannot be used: 1 broken JSON, 1 no assistant turn; the first is dump.jsonl:18: " in text
+    assert read_config(Path("dump.yaml")).data.on_bad == "skip"
+    prepared = whet("prepare", "dump.yaml", "--json")
+    assert prepared.code == 0, prepared.err
+    Path("bad.jsonl").write_text("\n".join(lines[:10] + [lines[17]] * 10))
+    assert "data.on_bad" not in {setting.key for setting in propose_recipe("bad.jsonl", "builtin:tiny")}
+
+
 def test_a_data_file_in_place_of_a_recipe(fragen: Path, whet: Any) -> None:
     refused = whet("train", "fragen.csv", "model.path=builtin:tiny")
     assert refused.code == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from whet.core.files import resolve_path
 from whet.core.resources import available_memory
 from whet.core.yaml import dump_yaml_inline, parse_yaml
 from whet.data.config import Source
-from whet.data.conversation import Conversation, PlainText
+from whet.data.conversation import BadRecord, Conversation, PlainText
 from whet.data.read.sources import SourceReader, expected_records, propose_source
 from whet.model.load.weight_files import locate_model
 from whet.preflight.known_models import KnownModel, find_known
@@ -31,6 +32,8 @@ _SAMPLED_RECORDS = 2000
 _LONGEST_CONTEXT = 32_768
 """The most tokens that a proposal allows for a conversation; a longer max_length is a decision of the user's."""
 _CHARACTERS_PER_TOKEN = 2.0  # cautious: English has about 4
+_FEW_BAD_RECORDS = 0.1
+"""Up to this share, bad records are left out by proposal; with more of them, the format is in doubt."""
 _GIB, _LINE_LENGTH = 2**30, 110
 
 
@@ -57,6 +60,9 @@ class DataSummary:
     lengths_note: str
     """How they were counted, where not by the model's tokenizer."""
     is_text: bool
+    sampled: int
+    bad: tuple[BadRecord, ...]
+    """Those of the sampled records that cannot be used."""
 
 
 def propose_recipe(path: str, model: str, guess: bool = True) -> list[Setting]:
@@ -70,6 +76,7 @@ def propose_recipe(path: str, model: str, guess: bool = True) -> list[Setting]:
         Setting("model.path", model_path, f"{known.billions:g} billion parameters" if known else ""),
         *_adapter_settings(model_path, known, data),
         *_source_settings(data),
+        *_bad_record_settings(data),
         *_validation_settings(data),
         *_length_settings(data),
         *_training_settings(data, known, is_adapter=_uses_adapter(model_path, known, data)),
@@ -144,7 +151,9 @@ def _summarize(source: Source, is_guessed: bool, model: str) -> DataSummary:
         lengths = [int(_characters(item) / _CHARACTERS_PER_TOKEN) + 16 for item in good]
         lengths_note = ". Estimated from characters, as the tokenizer cannot be loaded here: check it"
     total = expected_records(source)
-    return DataSummary(source, is_guessed, note, total, tuple(sorted(lengths) or [1]), lengths_note, is_text)
+    bad = tuple(item for item in items if isinstance(item, BadRecord))
+    lengths = sorted(lengths) or [1]
+    return DataSummary(source, is_guessed, note, total, tuple(lengths), lengths_note, is_text, len(items), bad)
 
 
 def _characters(item: Conversation | PlainText) -> int:
@@ -179,6 +188,19 @@ def _source_settings(data: DataSummary) -> list[Setting]:
         return [Setting("data.sources", [source], reason)]
     guessed = {**source, "format": data.source.format, "fields": dict(data.source.fields or {})}
     return [Setting("data.sources", [guessed], f"guessed from the names of the columns: check them. {reason}")]
+
+
+def _bad_record_settings(data: DataSummary) -> list[Setting]:
+    if not 0 < len(data.bad) <= _FEW_BAD_RECORDS * data.sampled:
+        return []
+    reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(bad.reason for bad in data.bad).most_common())
+    first = data.bad[0]
+    looked = "" if data.sampled == data.conversations else f"first {data.sampled:,} "
+    reason = (
+        f"{len(data.bad):,} of the {looked}records cannot be used: {reasons}; the first is {first.origin}: "
+        f"{first.explanation}. ledger.jsonl lists them all; without this line, training stops there"
+    )
+    return [Setting("data.on_bad", "skip", reason)]
 
 
 def _validation_settings(data: DataSummary) -> list[Setting]:
