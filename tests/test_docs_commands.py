@@ -183,6 +183,11 @@ def running(desk: Desk) -> None:
         time.sleep(0.05)
 
 
+def long_recipe(desk: Desk) -> None:
+    """Probes of learning rates take 28 steps or more."""
+    Path("my.yaml").write_text(RECIPE.replace("epochs: 1", "epochs: 4"))
+
+
 def bench_model(desk: Desk) -> None:
     """A shape for `random:`, small enough for two cores."""
     from whet.model.load.builtin_models import builtin_folder
@@ -313,7 +318,7 @@ PLACES: dict[str, Place] = {
         {"runs delete": ["--yes"]},
         {"runs stop": running, "runs cancel": running, "runs resume": paused, "runs delete": paused},
     ),
-    "search.md": Place((ranges,), before={"search my.yaml --lr": recipe("my.yaml")}),
+    "search.md": Place((ranges,), before={"search my.yaml --lr": long_recipe}),
     "serving.md": Place((other_runs("runs/support", "runs/legal"),), TINY, before={"serve runs/my --host": token}),
     "training.md": Place(words=TINY | {r"\[10,12\]": "[2,3]"}),
     "watching.md": Place((other_runs("runs/a", "runs/b"),), {"^1234$": "7"}, slow=False),

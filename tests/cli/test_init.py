@@ -55,14 +55,14 @@ def test_a_few_broken_lines_are_left_out_by_a_line_of_the_recipe_and_many_are_no
     tmp_path: Path, whet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    turns = [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "Seven."}]
-    lines = [json.dumps({"conversations": turns})] * 60
-    lines[17], lines[40] = lines[17][:30], json.dumps({"conversations": turns[:1]})
+    turns = [[{"from": "human", "value": f"And {n}?"}, {"from": "gpt", "value": f"Yes, {n}."}] for n in range(60)]
+    lines = [json.dumps({"conversations": each}) for each in turns]
+    lines[17], lines[40] = lines[17][:30], json.dumps({"conversations": []})
     Path("dump.jsonl").write_text("\n".join(lines))
     written = whet("init", "dump.jsonl", "--model", "builtin:tiny")
     assert written.code == 0, written.err
     text = " ".join(Path("dump.yaml").read_text().replace("#", "").split())
-    assert "2 of the records cannot be used: 1 broken JSON, 1 no assistant turn; the first is dump.jsonl:18: " in text
+    assert "2 of the records are invalid: 1 broken JSON, 1 no messages; the first is dump.jsonl:18: " in text
     assert read_config(Path("dump.yaml")).data.on_bad == "skip"
     prepared = whet("prepare", "dump.yaml", "--json")
     assert prepared.code == 0, prepared.err

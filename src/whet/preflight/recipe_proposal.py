@@ -195,9 +195,9 @@ def _bad_record_settings(data: DataSummary) -> list[Setting]:
         return []
     reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(bad.reason for bad in data.bad).most_common())
     first = data.bad[0]
-    looked = "" if data.sampled == data.conversations else f"first {data.sampled:,} "
+    looked = "" if data.sampled < _SAMPLED_RECORDS else f"first {data.sampled:,} "
     reason = (
-        f"{len(data.bad):,} of the {looked}records cannot be used: {reasons}; the first is {first.origin}: "
+        f"{len(data.bad):,} of the {looked}records are invalid: {reasons}; the first is {first.origin}: "
         f"{first.explanation}. ledger.jsonl lists them all; without this line, training stops there"
     )
     return [Setting("data.on_bad", "skip", reason)]
