@@ -8,6 +8,7 @@ test_seed_nanochat.py.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -110,7 +111,6 @@ class Place:
     words: dict[str, str] = field(default_factory=dict)  # regular expression → what stands here
     more: dict[str, list[str]] = field(default_factory=dict)  # verb → words after those of the line
     before: dict[str, Hook] = field(default_factory=dict)  # beginning of a line → what happens before it
-    slow: bool = True
 
 
 # Hooks
@@ -271,6 +271,57 @@ def foreign_checkpoints(desk: Desk) -> None:
         save(tensors, checkpoint_id=folder, no_dist=True)
 
 
+def new_users_files(desk: Desk) -> None:
+    """A spreadsheet, a dump with broken lines, GPT-NeoX's files, and a script of TRL's with a search over it."""
+    import openpyxl
+
+    book = openpyxl.Workbook()
+    book.active.append(["Nr.", "Frage", "Antwort"])
+    for n in range(40):
+        book.active.append([n, f"Wie viel kostet Stück {n}?", f"Stück {n} kostet {n} Euro."])
+    book.save("Kundenfragen.xlsx")
+    turns = [[{"from": "human", "value": f"{n} cups?"}, {"from": "gpt", "value": f"Yes, {n}."}] for n in range(40)]
+    lines = [json.dumps({"conversations": each}) for each in turns]
+    Path("sharegpt_dump.jsonl").write_text("\n".join([*lines, lines[0][:20], "", "<<<<<<< HEAD"]))
+    sys.path.insert(0, str(ROOT / "tests" / "launch"))
+    from test_seeds import write_lumi_files
+
+    from whet.model.load.builtin_models import builtin_folder
+
+    write_lumi_files(desk.pieces)
+    shutil.copytree(builtin_folder("builtin:tiny"), "tiny")
+    Path("mine.yaml").write_text(
+        "model: {path: model, tokenizer: tokenizer/model.model}\n"
+        "data:\n  sources: [{path: sft_text_document, format: tokens, mask: {pairs: [[7, 7]], alternating: [8]}}]\n"
+        "  max_length: 64\ntrain: {steps: 2, step_offset: 423858, batch: {rows: 4}}\nexport: {at_end: none}\n"
+    )
+    Path("sft.py").write_text(SCRIPT)
+    Path("search.yaml").write_text(
+        f"run: {{name: sft-rate}}\nscript:\n  command: {sys.executable} sft.py\n  steps: 4\n"
+        "  arguments: {learning_rate: {search: log, low: 1e-4, high: 1e-2}}\nsearch: {max_trials: 2}\n"
+    )
+
+
+SCRIPT = """
+import argparse
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+from whet.integrations.transformers import WhetCallback
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--learning_rate", type=float)
+options = parser.parse_args()
+data = load_dataset("json", data_files="my.jsonl", split="train").train_test_split(0.1, seed=0)
+arguments = SFTConfig(
+    output_dir="out", learning_rate=options.learning_rate, logging_steps=1, use_cpu=True, bf16=False, report_to="none",
+    per_device_train_batch_size=2, max_length=64,
+)
+whet = WhetCallback()
+trainer = SFTTrainer("tiny", arguments, train_dataset=data["train"], eval_dataset=data["test"], callbacks=[whet])
+trainer.train(resume_from_checkpoint=whet.checkpoint)
+"""
+
+
 TINY = {"builtin:smollm2": "builtin:tiny", "Qwen/Qwen3-0.6B": "builtin:tiny", "^/(shared|models|tmp)/": r"\1/"}
 SAY = {"chat": ["--max-new-tokens", "4"]}
 
@@ -278,7 +329,7 @@ PLACES: dict[str, Place] = {
     "README.md": Place(words=TINY, more=SAY),
     "adapters.md": Place((other_runs("runs/a"), adapters("runs/a/exports/adapter", "other/folder")), TINY),
     "bench.md": Place((bench_model,), {"^smollm-135m$": "small"}),
-    "chat.md": Place((adapters("out/legal", "out/poems"),), TINY, SAY, slow=False),
+    "chat.md": Place((adapters("out/legal", "out/poems"),), TINY, SAY),
     "check.md": Place(),
     "checkpoints.md": Place((paused, recipe("new.yaml"))),
     "clouds.md": Place(more={"launch": ["train.batch={rows: 64}"]}),
@@ -288,6 +339,11 @@ PLACES: dict[str, Place] = {
         (other_runs("runs/other", "runs/old", "runs/new"), old_results), TINY, {"eval": ["eval.examples=2"]}
     ),
     "export.md": Place(before={}, words={"FOLDER": "runs/my/exports/merged"}),
+    "field-notes.md": Place(
+        (new_users_files,),
+        TINY,
+        before={"import config": remove("my.yaml"), "runs": command("train", "mine.yaml", "--fresh")},
+    ),
     "fit.md": Place(),
     "guard.md": Place((fault,)),
     "guide.md": Place(more=SAY),
@@ -298,7 +354,7 @@ PLACES: dict[str, Place] = {
     ),
     "index.md": Place((remove("my.yaml"),), TINY, SAY),
     "launch.md": Place((write("my_trainer.py", "import sys; assert sys.argv[1:] == ['--lr', '1e-4']\n"),)),
-    "masks.md": Place(slow=False),
+    "masks.md": Place(),
     "models.md": Place(
         (command("export", "runs/my@best"), recipe("next.yaml", export={"at_end": "merged"})),
         TINY,
@@ -321,8 +377,22 @@ PLACES: dict[str, Place] = {
     "search.md": Place((ranges,), before={"search my.yaml --lr": long_recipe}),
     "serving.md": Place((other_runs("runs/support", "runs/legal"),), TINY, before={"serve runs/my --host": token}),
     "training.md": Place(words=TINY | {r"\[10,12\]": "[2,3]"}),
-    "watching.md": Place((other_runs("runs/a", "runs/b"),), {"^1234$": "7"}, slow=False),
+    "watching.md": Place((other_runs("runs/a", "runs/b"),), {"^1234$": "7"}),
 }
+
+
+QUICK = {
+    "adapters.md",
+    "chat.md",
+    "check.md",
+    "clouds.md",
+    "dash.md",
+    "guard.md",
+    "masks.md",
+    "preparing.md",
+    "watching.md",
+}
+"""Seconds; the others are left to `make test-all`."""
 
 
 @pytest.fixture
@@ -366,7 +436,7 @@ def page_named(name: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if place.slow else ()) for name, place in PLACES.items()]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLACES]
 )
 def test_every_command_of_a_page_runs(name: str, make_desk: Callable[[Place], Desk]) -> None:
     desk = make_desk(PLACES[name])
@@ -393,6 +463,7 @@ def test_every_launch_that_needs_more_runs_in_its_dry_form(
     eight = RECIPE.replace("conversations: 4", "conversations: 512") + "launch: {gpus: 8}\n"
     Path("my.yaml").write_text(eight)
     Path("every-weight.yaml").write_text(eight.replace("adapter: {rank: 4}\n", ""))
+    Path("mine.yaml").write_text(eight)
     marked = marked_lines("launch")
     assert len(marked) > 20
     for page, line in marked:
