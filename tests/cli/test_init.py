@@ -15,8 +15,7 @@ from data.template_families import FAMILIES, small_tokenizer
 from data.trl_templates import TRL_TEMPLATES
 from tiny_architectures import save_tiny_model
 from whet.config import read_config
-from whet.preflight.known_models import KNOWN_MODELS, KnownModel
-from whet.preflight.recipe_proposal import Setting, propose_recipe, render_recipe
+from whet.preflight.recipe_proposal import KNOWN_MODELS, KnownModel, Setting, propose_recipe, render_recipe
 
 ROWS = "".join(f'Wie heißt Stück {n}?;Es heißt "Stück {n}", bitte.\n' for n in range(60))
 

@@ -17,8 +17,7 @@ from runs.made_runs import add_losses, make_run, write_lock
 from whet.core.checksums import write_hashed_json
 from whet.core.costs import write_usage
 from whet.core.files import read_json_lines
-from whet.dash.curves import axis_values, read_curves
-from whet.dash.metrics_file import MetricsFile
+from whet.dash.curves import MetricsFile, axis_values, read_curves
 from whet.dash.run_details import log_tail, shown_state
 from whet.dash.runs_folder import RunsFolder
 from whet.evaluation.training_losses import losses_of_step, read_training_losses

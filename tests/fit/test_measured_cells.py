@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from whet.config import Config
-from whet.fit.cards import find_card
-from whet.fit.estimate import BatchShape, Sharding, estimate_memory, trace_batch
+from whet.fit.estimate import GIB, BatchShape, Sharding, estimate_memory, trace_batch
 from whet.fit.fake_model import build_fake_model
-from whet.fit.memory_parts import GIB
+from whet.fit.hardware import find_card
 from whet.fit.throughput import StepWork, estimate_step_time
 from whet.training.precision import precision_policy
 

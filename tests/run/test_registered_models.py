@@ -154,7 +154,7 @@ def test_files_that_are_gone_or_others_are_named(run: Path, whet: Any, recipe: s
 
 
 def test_a_run_that_was_trained_again_is_not_the_version(run: Path) -> None:
-    from whet.checkpoint.manifest import read_manifest, write_manifest
+    from whet.checkpoint.directory import read_manifest, write_manifest
 
     add_model("m", str(run))
     folder = run / "checkpoints" / "step-000012"

@@ -29,7 +29,7 @@ from whet.run import model_builder
 from whet.run.data import prepare_data
 from whet.run.model_builder import BackgroundModelLoader
 from whet.run.resume import write_run_inputs
-from whet.training.timing import StartupTimer, startup_summary
+from whet.training.metrics import StartupTimer, startup_summary
 
 PARTS = ["import_s", "prepare_s", "load_s", "fit_s", "measure_s", "step_s"]
 

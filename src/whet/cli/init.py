@@ -58,7 +58,7 @@ def _list_models() -> dict[str, Any]:
     from rich.table import Table
 
     from whet.core.console import info
-    from whet.preflight.known_models import KNOWN_MODELS
+    from whet.preflight.recipe_proposal import KNOWN_MODELS
 
     table = Table("name", "model.path", "parameters", box=None, pad_edge=False)
     for each in KNOWN_MODELS:

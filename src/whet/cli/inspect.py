@@ -53,15 +53,12 @@ def inspect(
 
     Without colour, supervised text stands between ⟦ and ⟧.
     """
-    if step is not None or losses:
-        from whet.preflight import inspect_losses
-
-        if step is not None:
-            return inspect_losses.show_step(what, step, limit, pieces, silent=as_json)
-        return inspect_losses.show_losses(what, limit, silent=as_json)
-
     from whet.preflight import inspect_data
 
+    if step is not None:
+        return inspect_data.show_step(what, step, limit, pieces, silent=as_json)
+    if losses:
+        return inspect_data.show_losses(what, limit, silent=as_json)
     target = inspect_data.open_target(what, overrides or [], tokenizer, validation)
     with target.check():
         if batch is not None:

@@ -110,7 +110,7 @@ def compare(runs: RunsArgument, as_json: JsonOption = False) -> dict[str, Any]:
     """
     from whet.core.console import print_result, warn
     from whet.runs.compare import compare_runs, read_compared
-    from whet.runs.compare_text import format_comparison
+    from whet.runs.text import format_comparison
 
     if len(runs) < 2:
         raise UsageError("compare needs two runs or more: whet runs compare A B")

@@ -92,8 +92,7 @@ def _run(plan: SearchPlan, resume: bool, on_slurm: bool, as_json: bool) -> dict[
     import contextlib
 
     from whet.core.console import info, warn
-    from whet.search.page import write_page
-    from whet.search.results import collect_results, write_results
+    from whet.search.results import collect_results, write_page, write_results
     from whet.search.search import make_place, open_search_folder, run_search
 
     with open_search_folder(plan, resume):

@@ -106,8 +106,7 @@ def _report(folder: Path, smoke: bool, dry_run: bool, was_finished: bool) -> dic
     from whet.core.costs import counted_costs, predicted_costs
     from whet.report.run_reports import write_report
     from whet.report.run_view import RunView
-    from whet.report.summary import result_json
-    from whet.report.terminal_report import score_line
+    from whet.report.terminal_report import result_json, score_line
     from whet.run import trial
 
     view = RunView.read(folder)

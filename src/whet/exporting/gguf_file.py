@@ -30,7 +30,7 @@ from whet.exporting.gguf_families import (
     text_config,
 )
 from whet.exporting.gguf_tokenizer import add_tokenizer, set_pre_tokenizer, tokenizer_rules
-from whet.exporting.importance_matrix import write_importance_matrix
+from whet.exporting.llama_cpp import write_importance_matrix
 from whet.exporting.ollama import write_modelfile
 from whet.exporting.spec import ExportFindings, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import MAX_POSITIONS, TrainedModel, compute_logits

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from whet.config import Config
 from whet.execution.compile import should_compile
 from whet.fit.fake_model import FakeModel, build_fake_model, local_gpu
-from whet.fit.memory_parts import MemoryParts
 from whet.fit.model_trace import ModelTrace, saved_in_eager, trace_model
 from whet.model.attention import CUDNN_MIN_LENGTH
 from whet.model.flops import attention_costs
@@ -256,3 +255,34 @@ def layers_in_one_graph(config: Config, fake: FakeModel, typical_length: float) 
         return False
     spans = {cost.window for cost in attention_costs(model)}
     return typical_length < CUDNN_MIN_LENGTH or spans != {None}
+
+
+# The result.
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryParts:
+    """Bytes on one device at the peak of a step. They add up to the peak: a part that is not allocated at that moment,
+    such as gradients during the first forward pass, counts 0."""
+
+    weights: int
+    """Parameters, trained and frozen, and buffers."""
+    gradients: int
+    optimizer: int
+    """The optimizer's state; 0 if it is offloaded."""
+    activations: int
+    """What the layers save for the backward pass."""
+    loss: int
+    """The head's logits and gradients, at supervised positions."""
+    workspace: int
+    """Everything else: temporary results inside a layer or the optimizer, batches, CUDA graphs."""
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def gib(self) -> dict[str, float]:
+        """Each part and the total in GiB, as commands print them."""
+        return {name: value / GIB for name, value in {**asdict(self), "total": self.total}.items()}

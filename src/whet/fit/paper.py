@@ -18,11 +18,9 @@ from whet.config import Config
 from whet.core.console import info
 from whet.core.errors import WhetError
 from whet.data.plan.planner import Plan
-from whet.fit.cards import Card
-from whet.fit.estimate import BatchShape, Sharding, estimate_memory, trace_batch, training_size
+from whet.fit.estimate import BatchShape, MemoryParts, Sharding, estimate_memory, trace_batch, training_size
 from whet.fit.fake_model import FakeModel, build_fake_model
-from whet.fit.hardware import Hardware
-from whet.fit.memory_parts import MemoryParts
+from whet.fit.hardware import Card, Hardware
 from whet.fit.model_trace import ModelTrace
 from whet.fit.throughput import StepTime, StepWork, estimate_step_time, runs_as_cuda_graphs
 from whet.model.config import AdapterConfig

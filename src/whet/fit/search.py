@@ -1,4 +1,4 @@
-"""`whet fit`: tries settings that leave the numbers of a run alone, on its real model, and picks the best."""
+"""`whet fit`: measures settings that do not change the results of a run, on its real model, and picks the fastest."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from whet.core.distributed import get_local_device
 from whet.core.errors import WhetError, first_line
 from whet.core.run_folder import RunFolder
 from whet.execution import device_memory
-from whet.fit.estimate import BatchShape, predict_memory
+from whet.fit.estimate import GIB, BatchShape, MemoryParts, predict_memory
 from whet.fit.measure import Measurement, measure_run
-from whet.fit.memory_parts import GIB, MemoryParts
-from whet.fit.proposals import propose
-from whet.model.peak_flops import device_name
+from whet.model.flops import device_name
 from whet.parallel.fsdp import has_collectives_in_passes
 from whet.run.lifecycle import run_training
 from whet.run.memory_choice import (
@@ -34,8 +32,7 @@ from whet.run.memory_choice import (
     write_cache,
 )
 from whet.run.trial import delete_previous_trial, delete_trial, sibling_config
-from whet.training.micro_batches import set_micro_rows
-from whet.training.run_state import Run
+from whet.training.run_state import Run, set_micro_rows
 
 Metric = Literal["throughput", "memory"]
 
@@ -207,3 +204,44 @@ def _write_into_plan(config: Config, result: FitResult) -> None:
             folder.close()
     except WhetError as error:
         warn(f"the choice is not written into the run's plan: {error}")
+
+
+# Proposals: settings that save memory but change the results or the machines, so `whet fit` does not choose them.
+
+_STATE_BITS = {"adamw": 32, "adamw16bit": 16, "adamw8bit": 8}
+_WORTHWHILE = 0.05
+"""Of the peak: what saves less is not proposed."""
+_MIN_SAVED = 2**28
+
+
+def propose(config: Config, choice: MemoryChoice, memory: MemoryParts, most_rows: int, world: int) -> list[str]:
+    """Sentences with a setting each. None if the run already has micro-batches of `most_rows`, without recomputation
+    and offload: more memory would not make it faster."""
+    if choice == MemoryChoice(most_rows, "none", "none"):
+        return []
+    return [*_optimizer_proposals(config, memory), *_sharding_proposals(config, memory, world)]
+
+
+def _optimizer_proposals(config: Config, memory: MemoryParts) -> Iterator[str]:
+    bits = _STATE_BITS.get(config.train.optimizer.name, 8)
+    for name, smaller in _STATE_BITS.items():
+        saved = memory.optimizer * (bits - smaller) // bits
+        if smaller < bits and saved > max(_MIN_SAVED, _WORTHWHILE * memory.total):
+            yield (
+                f"train.optimizer.name={name}: the optimizer's state in {smaller} bits takes {saved / GIB:.1f} GiB "
+                "less; the loss changes slightly"
+            )
+
+
+def _sharding_proposals(config: Config, memory: MemoryParts, world: int) -> Iterator[str]:
+    if config.parallel.uses_fsdp:
+        return
+    devices = max(2, world)
+    sharded = memory.gradients + memory.optimizer + (memory.weights if config.quantize is None else 0)
+    saved = sharded * (devices - 1) // devices
+    if saved > max(_MIN_SAVED, _WORTHWHILE * memory.total):
+        machines = "over the devices of this run" if world > 1 else f"on {devices} devices instead of 1"
+        yield (
+            f"parallel.shard={devices}: {machines}, each holds 1/{devices} of weights, gradients and optimizer state, "
+            f"{saved / GIB:.1f} GiB less"
+        )

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from whet.config import Config
 from whet.execution.cuda_graphs import max_gradient_bytes
-from whet.fit.cards import Card
 from whet.fit.estimate import Sharding, training_size, trains_all
 from whet.fit.fake_model import FakeModel
+from whet.fit.hardware import Card
 from whet.fit.model_trace import ModelTrace
 from whet.fit.operator_cost import Operation
 from whet.model.attention import CUDNN_MIN_LENGTH

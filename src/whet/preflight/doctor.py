@@ -19,7 +19,7 @@ from whet.core.resources import available_cores, available_memory, has_triton
 from whet.execution.compile import should_compile
 from whet.model.attention.backends import active_flash_attention
 from whet.model.attention.dispatch import choose_backend
-from whet.model.peak_flops import device_peak_flops
+from whet.model.flops import device_peak_flops
 
 _EXTRAS = {
     "gguf": ("export", "GGUF files: `whet export --to gguf`, builtin:smollm2"),

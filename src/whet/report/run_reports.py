@@ -20,7 +20,7 @@ from whet.report.html_report import render_html
 from whet.report.markdown_report import render_markdown
 from whet.report.run_view import RunView
 from whet.report.sections import run_sections, smoothed
-from whet.report.summary import summarize_run
+from whet.report.terminal_report import summarize_run
 
 _KINDS = {".html": "html", ".md": "md"}
 _MAX_DIFFERENCES = 40

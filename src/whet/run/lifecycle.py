@@ -33,8 +33,8 @@ from whet.run.multiprocess import HangDetector, process_group, report_failures, 
 from whet.run.resume import open_run_folder, recorded_data, train_longer, write_run_inputs
 from whet.run.step_rows import require_rows
 from whet.run.summary import describe_run, print_summary
+from whet.training.metrics import StartupTimer
 from whet.training.run_state import Run
-from whet.training.timing import StartupTimer
 from whet.training.trackers import check_trackers
 from whet.training.trainer import train
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from whet.checkpoint import directory
 from whet.checkpoint.load import load_checkpoint
+from whet.compat.peft_private import mix_adapters
 from whet.config import Config
 from whet.core.console import info, silence_libraries, warn
 from whet.core.distributed import Ranks, init_distributed
@@ -23,11 +24,11 @@ from whet.data.render.renderer import Renderer
 from whet.inference.calculator_tool import calls_inline, make_calculator
 from whet.inference.chat import ChatModels
 from whet.inference.inference_model import InferenceModel, stop_token_ids
+from whet.inference.online_engine import NO_ADAPTERS, Adapters
 from whet.inference.sampling import Sampling
 from whet.model import attention
 from whet.model.config import ModelConfig
-from whet.model.load.pretrained import load_model, load_with_transformers, show_loading
-from whet.model.load.resize_embeddings import resize_embeddings_
+from whet.model.load.pretrained import load_model, load_with_transformers, resize_embeddings_, show_loading
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.load.weight_files import (
     load_error,
@@ -50,6 +51,7 @@ from whet.model.quantize import quantize_
 from whet.registry.references import local_path, pin_version
 from whet.run.data import load_run_tokenizer, require_same_tokenizer
 from whet.run.model_builder import build_model
+from whet.run.model_reference import exported_adapter
 from whet.run.resume import read_run_config
 from whet.training.checkpoints import require_same_base
 from whet.training.precision import PrecisionPolicy, choose_precision
@@ -276,3 +278,78 @@ def is_same_model(one: str, other: str) -> bool:
         return False
     first, second = map(Path, located)
     return located[0] == located[1] or (first.is_dir() and second.is_dir() and first.samefile(second))
+
+
+# What `whet serve` loads: one model, or several adapters of one base.
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModels:
+    """Models by the name that requests use, the adapter of each, and how the engine chooses adapters."""
+
+    models: dict[str, tuple[InferenceModel, str | None]]
+    adapters: Adapters
+
+
+def load_models_to_serve(references: Sequence[str], load: LoadMode = "auto") -> LoadedModels:
+    """One model of any kind; or adapters (folders, or runs that trained one) of one base, which is loaded once. The
+    base itself is served if it is the first of them."""
+    names = model_names(references)
+    references = [pin_version(reference) for reference in references]
+    if len(references) == 1:
+        model = load_inference_model(references[0], load)
+        is_plain = model.context is contextlib.nullcontext
+        adapters = NO_ADAPTERS if is_plain else Adapters(lambda _: model.context(), mixed=False)
+        return LoadedModels({names[0]: (model, None)}, adapters)
+    folders = [_adapter_folder(reference) for reference in references]
+    is_base_served = folders[0] is None
+    base = references[0] if folders[0] is None else base_model_of(folders[0])
+    for reference, folder in zip(references[is_base_served:], folders[is_base_served:], strict=True):
+        if folder is None:
+            raise WhetError(
+                f"{reference}: not an adapter. Several models share a server only as adapters of one base; start "
+                f"another one for this: whet serve {reference} --port PORT"
+            )
+        if not is_same_model(base_model_of(folder), base):
+            raise WhetError(
+                f"{reference}: an adapter of {base_model_of(folder)}, not of {base}. Start another server for it: whet "
+                f"serve {reference} --port PORT"
+            )
+    numbered = {f"adapter{number}": folder for number, folder in enumerate(folders) if folder is not None}
+    loaded = load_adapter_models(base, numbered, load)
+    keys = ([NO_ADAPTER] if is_base_served else []) + list(numbered)
+    models = {name: (loaded[key], None if key == NO_ADAPTER else key) for name, key in zip(names, keys, strict=True)}
+    mix = mix_adapters(loaded[NO_ADAPTER].model)
+    if mix is not None:
+        return LoadedModels(models, Adapters(mix, mixed=True))
+
+    def use(chosen: Sequence[str | None]) -> AbstractContextManager[Any]:
+        return loaded[chosen[0] or NO_ADAPTER].context()
+
+    return LoadedModels(models, Adapters(use, mixed=False))
+
+
+def model_names(references: Sequence[str]) -> list[str]:
+    """The names for requests: of a path its last part, where that is unique; else the reference itself."""
+    short = [_last_part(reference) for reference in references]
+    names = [part if short.count(part) == 1 else reference for part, reference in zip(short, references, strict=True)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise WhetError(f"{twice}: given twice; give each model once")
+    return names
+
+
+def _last_part(reference: str) -> str:
+    path = Path(reference)
+    is_path = find_run(reference) is not None or local_path(reference).exists()
+    return path.name or path.resolve().name if is_path and ":" not in reference else reference
+
+
+def _adapter_folder(reference: str) -> Path | None:
+    """The folder of an adapter, exported from its run if need be; None for a model that is none."""
+    if run := find_run(reference):
+        if read_run_config(run[0]).adapter is None:
+            return None
+        return exported_adapter(*run)
+    folder = local_path(reference)
+    return folder if is_adapter_folder(folder) else None

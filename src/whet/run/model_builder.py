@@ -30,9 +30,8 @@ from whet.model.load.placeholder import (
     load_placeholder_model,
     move_real_tensors_,
 )
-from whet.model.load.pretrained import load_model
+from whet.model.load.pretrained import load_model, trainable_token_ids
 from whet.model.load.random_models import is_random_model
-from whet.model.load.resize_embeddings import trainable_token_ids
 from whet.model.lora.fuse import fuse_lora_
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel

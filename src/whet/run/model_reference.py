@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.checkpoint import directory
-from whet.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from whet.checkpoint.directory import MANIFEST_NAME, read_manifest
 from whet.config import Config, read_config
 from whet.core.checksums import read_hashed_json
 from whet.core.console import info, warn

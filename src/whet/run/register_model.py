@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.checkpoint import directory
-from whet.checkpoint.manifest import read_manifest
+from whet.checkpoint.directory import read_manifest
 from whet.core.checksums import read_hashed_json
 from whet.core.console import info, warn
 from whet.core.errors import WhetError

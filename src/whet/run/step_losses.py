@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from whet.checkpoint import directory
+from whet.checkpoint.directory import DamagedCheckpointError
 from whet.checkpoint.load import load_checkpoint
-from whet.checkpoint.manifest import DamagedCheckpointError
 from whet.config import Config
 from whet.core import launch_env
 from whet.core.checksums import read_hashed_json

@@ -10,14 +10,13 @@ from whet.data.plan.planner import packing_efficiency
 from whet.execution.compile import should_compile
 from whet.execution.cuda_graphs import uses_cuda_graphs
 from whet.model import attention
-from whet.model.flops import flops_table
+from whet.model.flops import device_name, device_peak_flops, flops_table
 from whet.model.fp8.conversion import count_fp8_layers
 from whet.model.load.random_models import is_random_model
 from whet.model.lora.coverage import MIN_COVERAGE, adapter_coverage, covered_share, describe_coverage
-from whet.model.lora.targets import frozen_routers
+from whet.model.lora.peft_adapters import frozen_routers
 from whet.model.loss.loss_model import LossModel
 from whet.model.loss.router_aux_loss import configured_coefficient
-from whet.model.peak_flops import device_name, device_peak_flops
 from whet.model.quantize import MIN_QUANTIZED_SHARE, count_weights, quantized_share
 from whet.model.randomness import ignored_attention_dropout
 from whet.run.data import describe_step

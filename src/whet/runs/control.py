@@ -13,10 +13,10 @@ from typing import Any
 from whet.core.display import escape_controls
 from whet.core.errors import ExitCode, WhetError, os_error
 from whet.core.files import atomic_write, delete_atomically
-from whet.core.processes import ignores_signal, is_alive, process_tree
 from whet.core.run_folder import FolderLock, config_was_edited, read_owner, record_end, write_config
+from whet.core.signals import ignores_signal, is_alive, process_tree
 from whet.core.yaml import dump_yaml, read_yaml
-from whet.launch.job_states import SlurmUnavailableError, run_slurm
+from whet.runs.state import SlurmUnavailableError, run_slurm
 from whet.runs.summary import RunSummary, summarize_run_folder
 
 _POLL_S = 0.5

@@ -21,7 +21,6 @@ from whet.core.files import hash_json
 from whet.core.signals import collect_stop_signals
 from whet.search.brackets import Bracket, choose_bracket
 from whet.search.config import SearchConfig
-from whet.search.place import Place, TrialEnd
 from whet.search.script import ScriptConfig, TrialConfig
 from whet.search.space import Assignment, Space
 from whet.search.study import (
@@ -39,7 +38,9 @@ from whet.search.study import (
 )
 from whet.search.trials import (
     LengthTable,
+    Place,
     Trial,
+    TrialEnd,
     measured_names,
     read_progress,
     read_value,

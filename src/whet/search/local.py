@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from whet.core.display import mask_secrets
-from whet.core.error_report import report_texts
 from whet.core.errors import ExitCode, RunFailedError
+from whet.core.heartbeat import report_texts
 from whet.core.launch_env import SearchTrial
 from whet.core.resources import available_cores
 from whet.core.run_folder import read_owner, read_status
 from whet.launch.local import launch_command, make_launch_job
 from whet.launch.restart_policy import read_attempt_result
 from whet.launch.torchrun_agent import REPORT_VARIABLE
-from whet.search.place import TrialEnd, TrialRun
 from whet.search.script import ScriptConfig
+from whet.search.trials import TrialEnd, TrialRun
 
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """The variable that selects the devices of a process, by their kind."""

@@ -10,7 +10,7 @@ from whet.core.errors import ExitCode
 from whet.core.files import read_json_lines
 from whet.core.run_folder import read_status
 from whet.launch.slurm import ENDED_STATES, JOBS, POLL_S, describe_end, run_slurm, submit_run
-from whet.search.place import TrialEnd, TrialRun
+from whet.search.trials import TrialEnd, TrialRun
 
 _SLOTS = 16
 _LOST_STATES = ("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "TIMEOUT")

@@ -30,8 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from whet.core.processes import child_pids
-from whet.core.signals import terminate_with_parent
+from whet.core.signals import child_pids, terminate_with_parent
 
 _PRELOADED = (
     "whet.cli.app", "whet.run.lifecycle", "whet.run.trial", "whet.run.model_reference", "whet.report.html_report",

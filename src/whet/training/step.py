@@ -20,7 +20,7 @@ from whet.core.heartbeat import PHASE
 from whet.data.loader import Loader, ReplayLoader
 from whet.execution.cuda_graphs import release_cuda_graphs
 from whet.execution.device_memory import free_cached
-from whet.model.experts.load import StepLoad
+from whet.model.experts.routing import StepLoad
 from whet.model.loss.linear_cross_entropy import LossSum
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.ddp import accumulate_in_fp32, all_reduce_gradients

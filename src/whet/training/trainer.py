@@ -14,17 +14,23 @@ from whet.core.panel import training_progress
 from whet.core.signals import collect_stop_signals
 from whet.execution.cuda_graphs import release_cuda_graphs
 from whet.model.effect import list_experts, listed
-from whet.model.experts.load import StepLoad
+from whet.model.experts.routing import StepLoad
 from whet.training.checkpoints import roll_back, save_checkpoint, save_is_due, wait_for_save
 from whet.training.faults import LOWER_LR_HINT, handle_fault
-from whet.training.metrics import RunTotals, StepSpeed, excluded_step_metrics, progress_note, step_metrics
-from whet.training.micro_batches import use_smaller_micro_batches
+from whet.training.metrics import (
+    RunTotals,
+    StepSpeed,
+    StepTime,
+    excluded_step_metrics,
+    progress_note,
+    startup_summary,
+    step_metrics,
+)
 from whet.training.optimizers.factory import optimizer_step, set_learning_rates
 from whet.training.overlap import Overlap
-from whet.training.run_state import Run
+from whet.training.run_state import Run, use_smaller_micro_batches
 from whet.training.schedule import step_lr_factor
 from whet.training.step import StepResult, train_step
-from whet.training.timing import StepTime, startup_summary
 
 _STEPS_UNTIL_IDLE = 100
 """An expert without a token in so many steps is idle."""

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from whet.model.experts import steps as by_torch
 from whet.model.experts.activation import Activation
-from whet.model.experts.products import SortedRows
-from whet.model.experts.steps import ActivationGradients
+from whet.model.experts.steps import ActivationGradients, SortedRows
 
 MAX_RANK = 128
 """For higher ranks the accumulators would not fit into registers."""
