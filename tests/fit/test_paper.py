@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.cli.fit import _fit_on_paper
+from whet.cli.preflight.fit import _fit_on_paper
 from whet.config import Config
 from whet.core.errors import WhetError
 from whet.fit.estimate import GIB

@@ -15,9 +15,9 @@ from whet.core.errors import WhetError
 from whet.model.load.weight_files import locate_model
 from whet.registry.references import model_folder
 from whet.registry.registry import Registry
-from whet.run.model_reference import resolve_model_reference
+from whet.run.models.model_reference import resolve_model_reference
+from whet.run.models.register_model import add_model, run_reference
 from whet.run.multiprocess import require_consistent_ranks
-from whet.run.register_model import add_model, run_reference
 
 
 @pytest.fixture(autouse=True)

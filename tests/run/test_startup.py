@@ -25,9 +25,9 @@ from whet.core.run_folder import RunFolder
 from whet.data.prepare.workers import notify_waiting
 from whet.model.load.builtin_models import builtin_folder
 from whet.run import data as run_data
-from whet.run import model_builder
 from whet.run.data import prepare_data
-from whet.run.model_builder import BackgroundModelLoader
+from whet.run.models import model_builder
+from whet.run.models.model_builder import BackgroundModelLoader
 from whet.run.resume import write_run_inputs
 from whet.training.metrics import StartupTimer, startup_summary
 

@@ -20,7 +20,7 @@ from web_servers import http_client, running
 
 from whet.inference.inference_model import InferenceModel
 from whet.inference.online_engine import NO_ADAPTERS
-from whet.run.load_models import LoadedModels
+from whet.run.models.load_models import LoadedModels
 from whet.serve.app import make_serving_app
 from whet.serve.requests import ChatRequest, CompletionRequest, parse_request
 from whet.web import server as server_module

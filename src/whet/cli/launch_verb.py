@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.cli.prepare import parse_shard
+from whet.cli.preflight.prepare import parse_shard
 from whet.core.display import is_valid_text
 from whet.core.errors import ExitCode, UsageError, WhetError
 

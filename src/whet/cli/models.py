@@ -92,7 +92,7 @@ def add(
 ) -> dict[str, Any]:
     """Add the exported model of a run as a new version. Its files stay where they are."""
     from whet.core.console import print_result
-    from whet.run.register_model import add_model
+    from whet.run.models.register_model import add_model
 
     version = add_model(name, source, run)
     if not as_json:

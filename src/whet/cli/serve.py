@@ -40,7 +40,7 @@ def serve(
     - or `ollama create NAME -f RUN/exports/gguf/Modelfile`
     """
     from whet.core.console import info
-    from whet.run.load_models import load_models_to_serve
+    from whet.run.models.load_models import load_models_to_serve
     from whet.serve.app import make_serving_app, run_server
     from whet.web.server import bind, require_token, url_of
 

@@ -81,7 +81,7 @@ def train(
             with import_without_gc():  # after the recipe is read: a mistake in it is reported at once
                 from whet.run import trial
                 from whet.run.lifecycle import run_training
-                from whet.run.model_reference import resolve_model_reference
+                from whet.run.models.model_reference import resolve_model_reference
 
             config = resolve_model_reference(config)
             if smoke:

@@ -10,7 +10,7 @@ from whet.core.checksums import write_hashed_json
 from whet.core.errors import os_error
 from whet.core.files import atomic_dir, require_disk_space
 from whet.exporting.dtypes import export_dtype_of
-from whet.exporting.gguf_file import GGUFFormat, max_positions, quantize_export, unquantized_dtype
+from whet.exporting.gguf.gguf_file import GGUFFormat, max_positions, quantize_export, unquantized_dtype
 from whet.exporting.hf_folder import HFFolderFormat
 from whet.exporting.megatron import MegatronFormat
 from whet.exporting.nanochat import NanochatFormat

@@ -26,7 +26,7 @@ from whet.data.render.detokenize import Decoder, open_decoder, supervised_segmen
 from whet.evaluation.training_losses import LOSS_PATTERNS, LossPattern
 from whet.run.data import RunData, load_ledger_data, make_plan, prepare_data
 from whet.run.loss_lists import ConversationLosses
-from whet.run.model_reference import resolve_model_reference
+from whet.run.models.model_reference import resolve_model_reference
 
 _SUPERVISED_STYLE, _CONTEXT_STYLE = "bold green", "dim"
 _WIDTH = 100  # characters of a drawn row

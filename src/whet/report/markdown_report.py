@@ -7,9 +7,8 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from whet.core.display import escape_controls, mask_secrets
+from whet.core.display import escape_controls, mask_secrets, sparkline
 from whet.core.files import resolve_path
-from whet.core.panel import sparkline
 from whet.report.blocks import (
     Answers,
     AnswersOverTime,

@@ -41,7 +41,7 @@ from whet.parallel.ulysses import apply_ulysses
 from whet.run.data import RunData
 from whet.run.evaluation import evaluate_run, require_prompts
 from whet.run.memory_choice import with_previous_choice
-from whet.run.model_builder import (
+from whet.run.models.model_builder import (
     BackgroundModelLoader,
     build_loss_model,
     build_model,

@@ -39,7 +39,7 @@ from whet.model.loss.linear_cross_entropy import LossSum
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.fsdp import has_collectives_in_passes, is_sharded, reshard
 from whet.run.data import RunData
-from whet.run.model_builder import make_loader
+from whet.run.models.model_builder import make_loader
 from whet.tokenizer.token_bytes import bytes_per_token
 from whet.training.precision import PrecisionPolicy
 from whet.training.run_state import Evaluation

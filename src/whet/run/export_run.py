@@ -23,7 +23,7 @@ from whet.core.run_folder import parse_run_reference, read_status
 from whet.data.render.renderer import Renderer
 from whet.exporting.dtypes import assess_quantization, choose_dtype
 from whet.exporting.exporter import EXPORT_FORMATS, verify_export, write_export
-from whet.exporting.gguf_file import GGUFWeights, gguf_file
+from whet.exporting.gguf.gguf_file import GGUFWeights, gguf_file
 from whet.exporting.spec import Certificate, ExportMismatchError, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import TrainedModel
 from whet.inference.inference_model import stop_token_ids
@@ -35,9 +35,9 @@ from whet.model.load.tokenizer import load_generation_settings
 from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
 from whet.model.modules import is_multimodal
 from whet.run.data import RunData, load_ledger_data, require_same_tokenizer
-from whet.run.load_models import load_checkpoint_model, load_inference_model
-from whet.run.model_builder import build_model
-from whet.run.register_model import run_reference
+from whet.run.models.load_models import load_checkpoint_model, load_inference_model
+from whet.run.models.model_builder import build_model
+from whet.run.models.register_model import run_reference
 from whet.run.resume import read_run_config
 from whet.training.checkpoints import require_same_base
 from whet.training.precision import PrecisionPolicy, resolve_precision

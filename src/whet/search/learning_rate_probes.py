@@ -26,7 +26,7 @@ from whet.evaluation.validation_losses import ConversationLosses
 from whet.execution.cuda_graphs import release_cuda_graphs
 from whet.run.lifecycle import run_training
 from whet.run.memory_choice import choose_memory_settings
-from whet.run.model_reference import resolve_model_reference
+from whet.run.models.model_reference import resolve_model_reference
 from whet.run.resume import changed_settings
 from whet.run.trial import delete_previous_trial, delete_weights, sibling_config
 from whet.search.learning_rate import MIN_STEPS, Finding, Probe, Validation, find_learning_rate, horizons

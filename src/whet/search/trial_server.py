@@ -33,9 +33,9 @@ from typing import Any
 from whet.core.signals import child_pids, terminate_with_parent
 
 _PRELOADED = (
-    "whet.cli.app", "whet.run.lifecycle", "whet.run.trial", "whet.run.model_reference", "whet.report.html_report",
-    "torch._dynamo", "torch.distributed.checkpoint", "torch.utils.tensorboard", "safetensors.torch",
-    "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
+    "whet.cli.app", "whet.run.lifecycle", "whet.run.trial", "whet.run.models.model_reference",
+    "whet.report.html_report", "torch._dynamo", "torch.distributed.checkpoint", "torch.utils.tensorboard",
+    "safetensors.torch", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 

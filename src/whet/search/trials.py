@@ -15,7 +15,7 @@ from whet.core.errors import WhetError
 from whet.core.files import atomic_write, hash_json, read_json_lines
 from whet.core.yaml import Node, Template, dump_yaml
 from whet.run.data import make_plan, prepare_data
-from whet.run.model_reference import resolve_model_reference
+from whet.run.models.model_reference import resolve_model_reference
 from whet.search.script import ScriptConfig, TrialConfig
 from whet.search.space import Assignment, Space
 

@@ -17,7 +17,7 @@ from whet.core.console import warn
 from whet.inference.generate import context_length
 from whet.inference.kv_cache import probe_kv_cache
 from whet.inference.online_engine import OnlineEngine, SerialEngine
-from whet.run.load_models import LoadedModels
+from whet.run.models.load_models import LoadedModels
 from whet.serve.endpoints import ENDPOINTS, Endpoint, ServedModel, server_sent_event
 from whet.serve.requests import parse_request
 from whet.serve.service import Generation, GenerationService, Metrics, StepEngine

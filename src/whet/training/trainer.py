@@ -10,7 +10,6 @@ from typing import Any
 from whet.core.console import ExponentialAverage, info, warn
 from whet.core.errors import RunFailedError, StoppedError
 from whet.core.heartbeat import PHASE
-from whet.core.panel import training_progress
 from whet.core.signals import collect_stop_signals
 from whet.execution.cuda_graphs import release_cuda_graphs
 from whet.model.effect import list_experts, listed
@@ -28,6 +27,7 @@ from whet.training.metrics import (
 )
 from whet.training.optimizers.factory import optimizer_step, set_learning_rates
 from whet.training.overlap import Overlap
+from whet.training.panel import training_progress
 from whet.training.run_state import Run, use_smaller_micro_batches
 from whet.training.schedule import step_lr_factor
 from whet.training.step import StepResult, train_step

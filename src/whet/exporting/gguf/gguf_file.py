@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from whet.core.errors import WhetError, first_line
-from whet.exporting import llama_cpp
 from whet.exporting.dtypes import EXPORT_DTYPES, ExportDtype, export_dtype_of
 from whet.exporting.effect import compare_weights
-from whet.exporting.gguf_families import (
+from whet.exporting.gguf import llama_cpp
+from whet.exporting.gguf.families import (
     GGUFLayout,
     add_hyperparameters,
     context_length,
@@ -29,9 +29,9 @@ from whet.exporting.gguf_families import (
     rope_tensors,
     text_config,
 )
-from whet.exporting.gguf_tokenizer import add_tokenizer, set_pre_tokenizer, tokenizer_rules
-from whet.exporting.llama_cpp import write_importance_matrix
-from whet.exporting.ollama import write_modelfile
+from whet.exporting.gguf.gguf_tokenizer import add_tokenizer, set_pre_tokenizer, tokenizer_rules
+from whet.exporting.gguf.llama_cpp import write_importance_matrix
+from whet.exporting.gguf.ollama import write_modelfile
 from whet.exporting.spec import ExportFindings, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import MAX_POSITIONS, TrainedModel, compute_logits
 from whet.exporting.verification import HARD_TEXT, compare_tokenizers, rendered_prompts

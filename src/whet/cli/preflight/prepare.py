@@ -44,7 +44,7 @@ def prepare(
     from whet.core.console import info
     from whet.data.prepare.ledger import sum_accounts
     from whet.run.data import prepare_data, prepare_data_shard, require_data_shards
-    from whet.run.model_reference import resolve_model_reference
+    from whet.run.models.model_reference import resolve_model_reference
 
     today = None if date is None else _parse_date(date)
     part = parse_shard(shard, merge)

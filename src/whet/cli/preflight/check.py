@@ -25,7 +25,7 @@ def check(
     from whet.core.console import info_item
     from whet.core.errors import ExitCode
     from whet.preflight.run_checks import run_checks
-    from whet.run.model_reference import resolve_model_reference
+    from whet.run.models.model_reference import resolve_model_reference
 
     def report(finding: Finding) -> None:
         sign, style = _SIGNS[finding.level]

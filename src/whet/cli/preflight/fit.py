@@ -44,7 +44,7 @@ def fit(
         return _fit_on_paper(recipe, overrides, plan)
     from whet.config import read_config
     from whet.fit.search import fit as fit_run
-    from whet.run.model_reference import resolve_model_reference
+    from whet.run.models.model_reference import resolve_model_reference
 
     result = fit_run(resolve_model_reference(read_config(recipe, overrides or [])), metric)  # type: ignore[arg-type]
     if launch_env.rank() == 0:
@@ -59,7 +59,7 @@ def _fit_on_paper(recipe: Path, overrides: list[str] | None, plan: str) -> dict[
     from whet.fit.paper import estimate_on_paper, read_data_facts
     from whet.fit.paper_text import as_json, print_estimate
     from whet.run.data import make_plan, prepare_data
-    from whet.run.model_reference import resolve_model_reference
+    from whet.run.models.model_reference import resolve_model_reference
 
     hardware = parse_hardware(plan)  # before the data is prepared
     config = resolve_model_reference(read_config(recipe, overrides or []))

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from whet.core.panel import LossCurve, TrainingPanel, sparkline
+from whet.core.display import sparkline
+from whet.training.panel import LossCurve, TrainingPanel
 
 ANY = st.none() | st.floats(allow_nan=True, allow_infinity=True)
 LINE: dict[str, Any] = {

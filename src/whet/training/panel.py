@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -16,33 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from whet.core.console import ProgressBar, live_console, progress
+from whet.core.display import sparkline
 
-_BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 _MAX_VALUES = 1024
 _MIN_CURVE, _MAX_CURVE = 8, 80
-
-
-def sparkline(values: list[float | None], width: int, ascii_only: bool = False) -> str:
-    """The values as one line of at most `width` characters, each the mean of its part; a gap where none is finite."""
-    if width < 1 or not values:
-        return ""
-    count = min(width, len(values))
-    edges = [len(values) * i // count for i in range(count + 1)]
-    means: list[float | None] = []
-    for start, end in pairwise(edges):
-        known = [value for value in values[start:end] if value is not None and math.isfinite(value)]
-        means.append(sum(known) / len(known) if known else None)
-    finite = [mean for mean in means if mean is not None]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    bars = _ASCII_BARS if ascii_only else _BARS
-
-    def bar(mean: float | None) -> str:
-        if mean is None:
-            return " "
-        share = (mean - low) / (high - low) if high > low else 0.0
-        return bars[min(len(bars) - 1, int(share * len(bars)))]
-
-    return "".join(map(bar, means))
 
 
 class LossCurve:

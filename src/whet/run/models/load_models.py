@@ -50,8 +50,8 @@ from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import quantize_
 from whet.registry.references import local_path, pin_version
 from whet.run.data import load_run_tokenizer, require_same_tokenizer
-from whet.run.model_builder import build_model
-from whet.run.model_reference import exported_adapter
+from whet.run.models.model_builder import build_model
+from whet.run.models.model_reference import exported_adapter
 from whet.run.resume import read_run_config
 from whet.training.checkpoints import require_same_base
 from whet.training.precision import PrecisionPolicy, choose_precision

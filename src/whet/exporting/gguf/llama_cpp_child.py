@@ -1,6 +1,6 @@
 """llama.cpp in a process of its own: it ends the process on errors that it deems fatal.
 
-python -m whet.exporting.llama_cpp_child quantize|read, with the arguments as JSON in stdin. Its log goes to stderr.
+python -m whet.exporting.gguf.llama_cpp_child quantize|read takes its arguments as JSON on stdin and logs to stderr.
 """
 
 from __future__ import annotations

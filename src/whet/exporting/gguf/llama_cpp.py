@@ -25,12 +25,12 @@ from whet.core.console import progress
 from whet.core.errors import WhetError
 from whet.core.resources import available_cores
 from whet.exporting.dtypes import ExportDtype
-from whet.exporting.gguf_families import GGUFLayout, text_config
+from whet.exporting.gguf.families import GGUFLayout, text_config
 from whet.exporting.trained_model import TrainedModel
 
 INSTALL = "pip install 'whet[export]'"
 _PROGRAM = "llama-quantize"
-_CHILD = (sys.executable, "-m", "whet.exporting.llama_cpp_child")
+_CHILD = (sys.executable, "-m", "whet.exporting.gguf.llama_cpp_child")
 _STEP = re.compile(r"\[\s*\d+/\s*\d+\]")
 """The log of the quantizer: [  12/ 290] blk.0.attn_k.weight - …"""
 _KEPT_LINES = 40

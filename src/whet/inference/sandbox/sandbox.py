@@ -2,7 +2,7 @@
 
 In mode `strict` the program sees Python's own files and one empty in-memory folder, no network and no other processes;
 it has no privileges, no environment and only the system calls of seccomp.py. bubblewrap sets that up where it is
-installed and works, else sandbox_namespaces.py. Linux permits it to root and, where user namespaces are allowed, to
+installed and works, else namespaces.py. Linux permits it to root and, where user namespaces are allowed, to
 everyone. Where it does not, nothing runs, unless the user chooses mode `limits`.
 
 What runs inside is sandbox_child.py. It cannot report a result: the exit code comes from the kernel.
@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Literal
 
 from whet.core.errors import WhetError
-from whet.inference import sandbox_child, sandbox_namespaces, sandbox_python
-from whet.inference.sandbox_totals import MemoryCgroup, find_excess, memory_cgroup, too_much_memory
-from whet.inference.seccomp import seccomp_filter
+from whet.inference.sandbox import namespaces, python_files, sandbox_child
+from whet.inference.sandbox.memory_totals import MemoryCgroup, find_excess, memory_cgroup, too_much_memory
+from whet.inference.sandbox.seccomp import seccomp_filter
 
 SandboxMode = Literal["strict", "limits"]
 Launcher = Literal["bubblewrap", "namespaces", "limits"]
@@ -213,7 +213,7 @@ def _own_launcher_command(
     }  # fmt: skip
     if not strict:
         Path(folder).chmod(0o777)
-    return [python, *options, sandbox_namespaces.__file__, json.dumps(request)]
+    return [python, *options, namespaces.__file__, json.dumps(request)]
 
 
 @functools.cache
@@ -259,7 +259,7 @@ def _base_interpreter() -> str:
 @functools.cache
 def _python_files() -> tuple[list[tuple[str, str]], list[str]]:
     """The files in a strict sandbox, each with its path there, and the folders inside them that are empty there."""
-    command = [_base_interpreter(), *_PYTHON_OPTIONS, sandbox_python.__file__]
+    command = [_base_interpreter(), *_PYTHON_OPTIONS, python_files.__file__]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={})
     if done.returncode != 0:
         raise SandboxError(f"the files of {command[0]} cannot be listed: {done.stderr[-300:].strip()}")
