@@ -27,9 +27,8 @@ from whet.execution.cuda_graphs import make_capture, root_cause
 from whet.inference.sampling import Sampling, sample_next_tokens
 from whet.model.attention import inspect_attention, native_attention, unsupported_attention
 from whet.model.attention.backends import reference_attention
-from whet.model.attention.dispatch import BACKENDS
+from whet.model.attention.dispatch import BACKENDS, LayerAttention
 from whet.model.attention.interface import AttentionSpec, Documents, spec_from_call
-from whet.model.attention.requirements import LayerAttention
 from whet.model.lora.peft_adapters import embedding_rows
 from whet.model.packing_check import length_dependent_rope
 

@@ -32,7 +32,7 @@ from whet.inference.engine import (
 from whet.inference.generate import context_length, generate
 from whet.inference.kv_cache import DecodeRunner, KVCache, use_kv_cache
 from whet.inference.sampling import Sampling, sample_next_tokens
-from whet.model.attention.requirements import LayerAttention
+from whet.model.attention.dispatch import LayerAttention
 
 _MIN_SLOT_LENGTH = 256
 
