@@ -1,4 +1,4 @@
-"""Attention back-ends over packed documents, behind one signature: eager (the reference), sdpa, cudnn, varlen, flex, short.
+"""Attention back-ends over packed documents, one signature: eager (the reference), sdpa, cudnn, varlen, flex, short.
 
 Shape letters: H heads, K key-value heads, T tokens, E head width, V head width of values."""
 
