@@ -284,9 +284,9 @@ def test_what_cannot_be_chatted_with_is_refused_at_once(dash, tiny_run, tmp_path
 
 
 def test_conversations_by_loss_are_those_of_whet_inspect(dash, tiny_run):
-    from whet.run.loss_lists import ConversationLosses
+    from whet.run.loss_lists import ConversationHistories
 
-    expected = ConversationLosses.read(tiny_run)
+    expected = ConversationHistories.read(tiny_run)
     server = dash(tiny_run.parent)
     answer = server.get("/api/run/losses", run=tiny_run.name, limit=200).json
     assert (answer["seen"], answer["total"]) == (len(expected.histories), expected.total)

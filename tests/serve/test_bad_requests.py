@@ -24,7 +24,7 @@ from whet.run.models.load_models import LoadedModels
 from whet.serve.app import make_serving_app
 from whet.serve.requests import ChatRequest, CompletionRequest, parse_request
 from whet.web import server as server_module
-from whet.web.guard import Rejection
+from whet.web.request_guard import Rejection
 
 GOOD: dict[str, Any] = {
     "model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 2,

@@ -17,7 +17,7 @@ from whet.core.checksums import find_damage
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
 from whet.core.files import UnreadableError
-from whet.model.effect import listed
+from whet.model.weight_effect import listed
 from whet.parallel.fsdp import reshard
 
 _MODEL_PREFIX = "model.language_model."

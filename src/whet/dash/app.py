@@ -34,7 +34,7 @@ from whet.report.charts import smoothing_beta
 from whet.report.run_view import RunView
 from whet.runs.compare import ComparedRun, compare_runs
 from whet.runs.text import format_difference
-from whet.web.guard import Limits
+from whet.web.request_guard import Limits
 
 RunName = Annotated[str, Query(alias="run", max_length=1000)]
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -63,7 +63,7 @@ class MetricsFiles:
 
 
 def create_app(root: Path, feeds: Feeds) -> FastAPI:
-    """The application that shows the runs in a folder; `whet.web.guard` decides who may send it requests."""
+    """The application that shows the runs in a folder; `whet.web.request_guard` decides who may send it requests."""
     csrf = secrets.token_urlsafe(24)
     processes = ModelProcess(), ModelProcess()
 

@@ -86,7 +86,7 @@ def read_curves(
     return charts
 
 
-def axis_values(file: MetricsFile, table: Table, axis: AxisName) -> NDArray[np.float64]:
+def axis_values(file: MetricsFile, table: MetricsTable, axis: AxisName) -> NDArray[np.float64]:
     """Where the rows of a table are. Evaluations have the tokens of the step that they follow; time is in hours since
     the first line."""
     steps = table.column("step")
@@ -107,7 +107,7 @@ def axis_values(file: MetricsFile, table: Table, axis: AxisName) -> NDArray[np.f
 
 
 def _series(
-    key: str, kind: str, places: NDArray[np.float64], table: Table, low: float | None, high: float | None,
+    key: str, kind: str, places: NDArray[np.float64], table: MetricsTable, low: float | None, high: float | None,
     points: int, smoothing: float,
 ) -> dict[str, Any]:  # fmt: skip
     values, steps = table.column(key), table.column("step")
@@ -157,7 +157,7 @@ def _as_number(value: Any) -> float:
     return _NAN if number is None else number
 
 
-class Table:
+class MetricsTable:
     """Rows of numbers by key; NaN where a line does not have it."""
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class MetricsFile:
         self._reset()
 
     def _reset(self) -> None:
-        self.steps, self.evaluations = Table(), Table()
+        self.steps, self.evaluations = MetricsTable(), MetricsTable()
         self.evaluation_lines: list[dict[str, Any]] = []
         self.first_step: dict[str, Any] = {}
         self.last_step: dict[str, Any] = {}

@@ -21,7 +21,7 @@ from whet.core.display import mask_secrets
 from whet.core.errors import WhetError
 from whet.core.yaml import read_yaml
 from whet.dash.actions import write_feedback
-from whet.dash.conversations import MAX_CONVERSATIONS, MAX_TOKENS, RunData
+from whet.dash.conversations import MAX_CONVERSATIONS, MAX_TOKENS, RunStore
 from whet.dash.responses import json_response, lines_response
 from whet.dash.runs_folder import NotFoundError, RunsFolder
 
@@ -79,7 +79,7 @@ def add_model_routes(app: FastAPI, folders: RunsFolder, replaying: ModelProcess,
     @app.post("/api/run/replay")
     def replay(body: ReplayBody) -> Response:
         folder = folders.find(body.run)
-        RunData(folders, folder)  # an error that needs no model is an answer at once
+        RunStore(folders, folder)  # an error that needs no model is an answer at once
         request = {
             "do": "replay", "run": str(folder), "step": body.step, "tokens": MAX_TOKENS,
             "conversations": MAX_CONVERSATIONS,

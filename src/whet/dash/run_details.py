@@ -17,7 +17,7 @@ from whet.core.files import parse_json_line
 from whet.dash.curves import MetricsFile
 from whet.dash.runs_folder import RunsFolder
 from whet.evaluation.statistics import bootstrap_interval
-from whet.report.blocks import AnswersOverTime, Cell, Facts, Section, Styled, Table
+from whet.report.blocks import AnswersOverTime, Cell, Facts, ReportSection, Styled, Table
 from whet.report.formatting import finite_number, format_count, format_gib, format_number, format_share
 from whet.report.run_view import RunView
 from whet.report.samples import FIXED_PROMPTS, LoggedSample
@@ -91,7 +91,7 @@ def _event_json(event: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _reported_sections(view: RunView, file: MetricsFile) -> list[Section | None]:
+def _reported_sections(view: RunView, file: MetricsFile) -> list[ReportSection | None]:
     """Sections of the report that the page shows as they are. `view` has the first and the last step alone: numbers
     over all steps come from `file`."""
     plan = plan_section(view)
@@ -102,7 +102,7 @@ def _reported_sections(view: RunView, file: MetricsFile) -> list[Section | None]
     return [effect_section(view), exports_section(view), plan]
 
 
-def _section_json(section: Section) -> dict[str, Any]:
+def _section_json(section: ReportSection) -> dict[str, Any]:
     blocks: list[dict[str, Any]] = []
     for block in section.blocks:
         if isinstance(block, Table):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from whet.dash.conversations import RunData, describe_document
+from whet.dash.conversations import RunStore, describe_document
 from whet.dash.runs_folder import RunsFolder
 from whet.data.prepare.store import Store
 
@@ -24,7 +24,7 @@ _MAX_PAIRS = 100
 def browse(folders: RunsFolder, run: Path, use: str, start: int, query: str) -> dict[str, Any]:
     """A page of documents from `start` on; with a query, of those whose text contains it. A long search ends after two
     seconds, and `next` says where to go on."""
-    data = RunData(folders, run, use)
+    data = RunStore(folders, run, use)
     total, found, at = len(data.store), list[int](), start
     if query:
         found, at = _search(data, query.casefold(), start)
@@ -37,7 +37,7 @@ def browse(folders: RunsFolder, run: Path, use: str, start: int, query: str) -> 
     }  # fmt: skip
 
 
-def _search(data: RunData, query: str, start: int) -> tuple[list[int], int]:
+def _search(data: RunStore, query: str, start: int) -> tuple[list[int], int]:
     end, found = time.monotonic() + _SEARCH_S, list[int]()
     for document in range(start, len(data.store)):
         if query in data.decoder.text(data.store.ids(document).tolist()).casefold():
@@ -49,7 +49,7 @@ def _search(data: RunData, query: str, start: int) -> tuple[list[int], int]:
 
 def histograms(folders: RunsFolder, run: Path, use: str) -> dict[str, Any]:
     """How long documents are, and how much of each is supervised."""
-    store = RunData(folders, run, use).store
+    store = RunStore(folders, run, use).store
     lengths = np.asarray(store.lengths, dtype=np.float64)
     shares = np.asarray(store.targets, dtype=np.float64) / np.maximum(1, lengths)
     return {
@@ -68,7 +68,7 @@ def _histogram(values: NDArray[np.float64], limits: tuple[float, float] | None) 
 
 def near_duplicates(folders: RunsFolder, run: Path, use: str) -> dict[str, Any]:
     """Pairs of documents that are nearly the same, the most similar first, with their texts."""
-    data = RunData(folders, run, use)
+    data = RunStore(folders, run, use)
     pairs, compared = _find(data.store.folder)
     return {
         "compared": compared, "total": len(data.store), "found": len(pairs),

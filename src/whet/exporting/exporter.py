@@ -17,8 +17,8 @@ from whet.exporting.nanochat import NanochatFormat
 from whet.exporting.peft_adapter import PeftAdapterFormat
 from whet.exporting.spec import Certificate, ExportFindings, ExportFormat, ExportMismatchError, ExportSpec
 from whet.exporting.verification import compare_logits
-from whet.model.effect import effect_certificate
 from whet.model.load.weight_files import hash_model_folder
+from whet.model.weight_effect import effect_certificate
 
 EXPORT_FORMATS: dict[str, ExportFormat] = {
     "merged": HFFolderFormat(),

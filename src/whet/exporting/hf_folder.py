@@ -19,10 +19,10 @@ from whet.compat.transformers_private import save_custom_code, to_checkpoint_ten
 from whet.core.errors import first_line
 from whet.core.files import write_json
 from whet.exporting.dtypes import ExportDtype
-from whet.exporting.effect import SafetensorsWeights, compare_weights
 from whet.exporting.spec import ExportFindings, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import TrainedModel, compute_logits, trim_heap
 from whet.exporting.verification import check_generation_stops, compare_stop_tokens, compare_tokenizers
+from whet.exporting.weight_comparison import SafetensorsWeights, compare_weights
 from whet.model.load.pretrained import load_with_transformers, prepare_float64_
 from whet.model.modules import other_modalities
 

@@ -53,7 +53,7 @@ class ModelVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class VersionNote:
     """A remark on a version."""
 
     text: str
@@ -153,14 +153,14 @@ class Registry:
         remedy = f"Set it again: whet models alias {name}@VERSION {alias}"
         return int(read_record(self.root / name / "aliases" / f"{alias}.json", remedy, version=int)["version"])
 
-    def notes(self, name: str, number: int) -> list[Note]:
+    def notes(self, name: str, number: int) -> list[VersionNote]:
         """The notes on a version, oldest first."""
         folder = self.root / name / "notes"
         records = (
             read_record(folder / f"{each}.json", "Delete the file", version=int, text=str)
             for each in list_records(folder)
         )
-        return [Note(each["text"], each["time"], each["user"]) for each in records if each["version"] == number]
+        return [VersionNote(each["text"], each["time"], each["user"]) for each in records if each["version"] == number]
 
     # Writing.
 

@@ -48,15 +48,15 @@ from whet.run.models.model_builder import (
     build_sharded_loss_model,
     make_loader,
 )
+from whet.run.plan_summary import run_flops_table
 from whet.run.step_rows import find_shortage
-from whet.run.summary import run_flops_table
 from whet.training.checkpoints import (
     checkpoint_metadata,
     read_excluded_steps,
     restore_newest_checkpoint,
 )
 from whet.training.config import TrainConfig
-from whet.training.effect import EffectMeter
+from whet.training.effect_meter import EffectMeter
 from whet.training.guard import Guard
 from whet.training.metrics import RunTotals, StartupTimer
 from whet.training.optimizers.factory import build_optimizer, optimizer_state_bytes

@@ -29,11 +29,11 @@ from whet.exporting.trained_model import TrainedModel
 from whet.inference.inference_model import stop_token_ids
 from whet.inference.tasks.load_tasks import loaded_tasks
 from whet.inference.tasks.scoring import score_tasks
-from whet.model.effect import EFFECT_FILE, describe_effect
 from whet.model.load.placeholder import is_placeholder, load_placeholder_model, snapshot_folder
 from whet.model.load.tokenizer import load_generation_settings
 from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
 from whet.model.modules import is_multimodal
+from whet.model.weight_effect import EFFECT_FILE, describe_effect
 from whet.run.data import RunData, load_ledger_data, require_same_tokenizer
 from whet.run.models.load_models import load_checkpoint_model, load_inference_model
 from whet.run.models.model_builder import build_model

@@ -199,7 +199,7 @@ def require_metric(config: TrialConfig, metric: str) -> None:
         raise WhetError(f"search.metric: {metric}, but there is no validation data. Set data.validation")
 
 
-# Where trials run: the interface of this machine (local.py) and of Slurm (slurm.py).
+# Where trials run: the interface of this machine (local_trials.py) and of Slurm (slurm_trials.py).
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from whet.run.models.load_models import LoadedModels
 from whet.serve.endpoints import ENDPOINTS, Endpoint, ServedModel, server_sent_event
 from whet.serve.requests import parse_request
 from whet.serve.service import Generation, GenerationService, Metrics, StepEngine
-from whet.web.guard import App, Event, Guard, Limits, Receive, Rejection, Scope, Send
+from whet.web.request_guard import App, Event, Limits, Receive, Rejection, RequestGuard, Scope, Send
 from whet.web.server import WebServer
 
 _PAGE_FILES = {
@@ -96,7 +96,7 @@ def make_app(
 
     for path in _PAGE_FILES:
         app.get(path)(show_page)
-    return _count_responses(Guard(app, token, limits or Limits()), metrics)
+    return _count_responses(RequestGuard(app, token, limits or Limits()), metrics)
 
 
 def _unknown_model(name: str, known: Iterable[str]) -> Rejection:

@@ -18,7 +18,7 @@ from whet.core.console import print_traceback
 from whet.core.errors import first_line
 from whet.core.limits import ENGINE_THREAD
 from whet.inference.online_engine import OnlineSequence
-from whet.web.guard import Rejection
+from whet.web.request_guard import Rejection
 
 _RETRY_AFTER_S = 5
 

@@ -28,7 +28,7 @@ from whet.model.flops import StepFlops, device_peak_flops
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.ddp import accumulate_in_fp32
 from whet.parallel.fsdp import is_sharded
-from whet.training.effect import EffectMeter
+from whet.training.effect_meter import EffectMeter
 from whet.training.guard import Guard
 from whet.training.metrics import RunTotals, StartupTimer
 from whet.training.output import RunOutput

@@ -12,8 +12,8 @@ from whet.core.errors import RunFailedError, StoppedError
 from whet.core.heartbeat import PHASE
 from whet.core.signals import collect_stop_signals
 from whet.execution.cuda_graphs import release_cuda_graphs
-from whet.model.effect import list_experts, listed
 from whet.model.experts.routing import StepLoad
+from whet.model.weight_effect import list_experts, listed
 from whet.training.checkpoints import roll_back, save_checkpoint, save_is_due, wait_for_save
 from whet.training.faults import LOWER_LR_HINT, handle_fault
 from whet.training.metrics import (
@@ -147,7 +147,7 @@ def finish_step(
 
 
 def _warn_of_idle_experts(run: Run, load: StepLoad) -> None:
-    """Once, after enough steps to be sure; at its end the run lists them again (training/effect.py)."""
+    """Once, after enough steps to be sure; at its end the run lists them again (training/effect_meter.py)."""
     counted = run.model.expert_load
     assert counted is not None
     counted.steps += 1

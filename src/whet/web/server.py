@@ -17,7 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from whet.core.errors import WhetError
-from whet.web.guard import App
+from whet.web.request_guard import App
 
 TOKEN_VARIABLE = "WHET_TOKEN"
 """Messages and logs mask its value, as that of every variable whose name ends so."""

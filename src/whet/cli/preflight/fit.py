@@ -12,7 +12,7 @@ from whet.core import launch_env
 from whet.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from whet.fit.search import FitResult
+    from whet.fit.best_settings import FitResult
 
 
 @cli_command
@@ -43,7 +43,7 @@ def fit(
     if plan is not None:
         return _fit_on_paper(recipe, overrides, plan)
     from whet.config import read_config
-    from whet.fit.search import fit as fit_run
+    from whet.fit.best_settings import fit as fit_run
     from whet.run.models.model_reference import resolve_model_reference
 
     result = fit_run(resolve_model_reference(read_config(recipe, overrides or [])), metric)  # type: ignore[arg-type]

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from whet.core.errors import WhetError, first_line
 from whet.exporting.dtypes import EXPORT_DTYPES, ExportDtype, export_dtype_of
-from whet.exporting.effect import compare_weights
 from whet.exporting.gguf import llama_cpp
 from whet.exporting.gguf.families import (
     GGUFLayout,
@@ -35,6 +34,7 @@ from whet.exporting.gguf.ollama import write_modelfile
 from whet.exporting.spec import ExportFindings, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import MAX_POSITIONS, TrainedModel, compute_logits
 from whet.exporting.verification import HARD_TEXT, compare_tokenizers, rendered_prompts
+from whet.exporting.weight_comparison import compare_weights
 from whet.model.load.builtin_models import set_gguf_special_tokens
 
 _MATRIX_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}

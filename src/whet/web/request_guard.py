@@ -88,7 +88,7 @@ class ClientGoneError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class RequestGuard:
     """The application, checked and limited. `public` paths need no token."""
 
     app: App

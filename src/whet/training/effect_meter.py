@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from whet.compat.torch_private import local_shape_and_offset
 from whet.core.distributed import Ranks
-from whet.model.effect import WeightEffect, relative_change
 from whet.model.lora.trained_weights import TrainedWeight, trained_weights
 from whet.model.loss.loss_model import LossModel
 from whet.model.quantize import dequantize_parameter
+from whet.model.weight_effect import WeightEffect, relative_change
 from whet.parallel.dtensor import local_tensor, replica_count, shard_like, unsharded
 from whet.parallel.fsdp import reshard
-from whet.training.optimizers.state import dequantize_blockwise
+from whet.training.optimizers.state_storage import dequantize_blockwise
 
 _BUCKETS = 1024
 _CHUNK, _CPU_CHUNK = 2**24, 2**18

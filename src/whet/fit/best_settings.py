@@ -17,7 +17,7 @@ from whet.core.distributed import get_local_device
 from whet.core.errors import WhetError, first_line
 from whet.core.run_folder import RunFolder
 from whet.execution import device_memory
-from whet.fit.estimate import GIB, BatchShape, MemoryParts, predict_memory
+from whet.fit.estimate import GIB, LargestBatch, MemoryParts, predict_memory
 from whet.fit.measure import Measurement, measure_run
 from whet.model.flops import device_name
 from whet.parallel.fsdp import has_collectives_in_passes
@@ -140,7 +140,7 @@ def _predict(run: Run, choice: MemoryChoice) -> MemoryParts | None:
         return None
     parallel = run.config.parallel.model_copy(update={"recompute": choice.recompute, "offload": choice.offload})
     worst = run.loader.worst_batch()
-    batch = BatchShape(len(worst.tokens), len(worst.supervised_at), -(-run.loader.max_rank_rows // choice.micro_rows))
+    batch = LargestBatch(len(worst.tokens), len(worst.supervised_at), -(-run.loader.max_rank_rows // choice.micro_rows))
     lengths = run.store.lengths[run.plan.documents].astype(np.float64)
     try:
         return predict_memory(

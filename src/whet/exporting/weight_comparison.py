@@ -20,8 +20,8 @@ from whet.core.console import progress
 from whet.exporting.dtypes import ExportDtype
 from whet.exporting.spec import ExportFindings
 from whet.exporting.trained_model import TrainedModel, trim_heap
-from whet.model.effect import WeightEffect, listed, relative_change
 from whet.model.lora.trained_weights import TrainedWeight, trained_weights
+from whet.model.weight_effect import WeightEffect, listed, relative_change
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _CHUNK = 2**18
