@@ -57,7 +57,7 @@ def chat(
         bool, typer.Option("--explain", help="Show the probability of each token and its most likely alternatives.")
     ] = False,
     calculator: Annotated[
-        bool, typer.Option("--calculator", help="Answer the model's calls of a calculator tool.")
+        bool, typer.Option("--calculator", help="Run the calculator when the model calls it.")
     ] = False,
     load: LoadOption = "auto",
     quiet: QuietOption = False,

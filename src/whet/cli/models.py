@@ -85,7 +85,9 @@ def add(
     ],
     run: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="The run of an export outside of it, for the lineage.", show_default=False),
+        typer.Option(
+            metavar="RUN", help="The run of an export that is outside its folder, for the lineage.", show_default=False
+        ),
     ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
@@ -159,7 +161,7 @@ def alias(
 @cli_command
 def note(
     reference: ReferenceArgument,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The note; it is added to those before.")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The note; earlier ones stay.")],
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:

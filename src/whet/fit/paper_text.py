@@ -1,4 +1,4 @@
-"""What `whet fit --plan` prints: fits or not, with which settings, how fast, and why; beside published speeds."""
+"""What `whet fit --plan` prints: fits or not, with which settings, how fast, and why; next to published speeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine has, which back-ends will serve a run here, and what is missing with the line that installs it."""
+"""Hardware and libraries of this machine, the back-ends that a run will use, and how to install what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`whet report`: of one run, or of several beside each other; as HTML or Markdown."""
+"""`whet report`: of one run, or of several compared; as HTML or Markdown."""
 
 from __future__ import annotations
 

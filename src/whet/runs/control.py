@@ -65,7 +65,7 @@ def _describe_request(run: RunSummary) -> str:
 
 
 def cancel_run(run: RunSummary, kill: bool, on_wait: Callable[[str], None]) -> RunSummary:
-    """End a run now and remove its queued jobs. The last checkpoint stays good. `kill`: with SIGKILL."""
+    """End a run now and remove its queued jobs. The last checkpoint stays valid. `kill`: with SIGKILL."""
     jobs = [str(job.number) for job in run.active_jobs]
     target = _local_process(run)
     if not jobs and target is None:
@@ -136,7 +136,7 @@ def _end_process(pid: int, kill: bool, folder: Path) -> None:
         if waited > _END_S:
             raise WhetError(
                 f"{folder}: process {pid} has not ended within {_END_S:g} s. `whet runs cancel --kill {folder}` ends "
-                "it at once; its last checkpoint stays good"
+                "it at once; its last checkpoint stays valid"
             )
         time.sleep(0.05)
 

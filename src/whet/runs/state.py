@@ -178,7 +178,7 @@ class Job:
 
 
 class SlurmUnavailableError(Exception):
-    """Slurm cannot be asked here; the message says why."""
+    """Slurm cannot be queried here; the message says why."""
 
 
 def query_jobs(numbers: Iterable[int]) -> dict[int, Job]:

@@ -19,7 +19,7 @@ def check(
     """Check data, chat template, masks and model before you train.
 
     Verifies token ids and loss masks, end-of-turn tokens, truncation, duplicates, the tokenizer, and that packed
-    conversations do not attend to each other in the real model. Exit code 1 if there is a fault; warnings exit with 0.
+    conversations do not attend to each other in the real model. Exits with 1 on errors, with 0 on warnings.
     """
     from whet.config import read_config
     from whet.core.console import info_item

@@ -26,7 +26,7 @@ def fit(
         str | None,
         typer.Option(
             metavar="NODESxDEVICESxCARD",
-            help="Estimate on paper for hardware that is not here: 1x8xH200, 24x8xMI250X (a device is a GCD).",
+            help="Estimate for other hardware, without a GPU: 1x8xH200, 24x8xMI250X (a device is a GCD).",
         ),
     ] = None,
     quiet: QuietOption = False,
@@ -34,9 +34,9 @@ def fit(
 ) -> dict[str, Any]:
     """Find the fastest settings that fit into this GPU's memory.
 
-    Measures steps of the real model on the worst batch of the data: the largest micro-batch, and recomputation and
-    offload if it is small. The choice changes no number of the run; `whet train CONFIG` uses it, as long as
-    train.micro_rows is auto. With --plan nothing is measured: memory, sharding and time come from the model's shapes.
+    Measures steps of the real model on the worst batch of the data, with larger and larger micro-batches; if they stay
+    small, with recomputation and offload too. The choice does not change results. `whet train CONFIG` uses it while
+    train.micro_rows is auto. With --plan nothing is measured: memory, sharding and time follow from the model's shapes.
     """
     if metric not in ("throughput", "memory"):
         raise UsageError(f"--metric {metric}: give throughput or memory")

@@ -21,15 +21,15 @@ def prepare(
         str | None,
         typer.Option(
             metavar="I/N",
-            help="Prepare part I of N, counted from 0, on one of N machines. With `whet launch --on slurm`, auto: as "
-            "many jobs as the data is worth, and one that merges.",
+            help="Prepare part I of N, counted from 0, on one of N machines. auto, with `whet launch --on slurm`: "
+            "whet chooses N by the size of the data, and a last job merges.",
         ),
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the parts of all machines into one store.")] = False,
     date: Annotated[
         str | None,
         typer.Option(
-            metavar="YYYY-MM-DD", help="For chat templates that print a date and parts made on different days."
+            metavar="YYYY-MM-DD", help="The date that chat templates print, if parts are prepared on different days."
         ),
     ] = None,
     quiet: QuietOption = False,
@@ -37,7 +37,7 @@ def prepare(
 ) -> dict[str, Any]:
     """Turn raw data into tokens with loss masks, and account for every conversation.
 
-    `whet train` does this by itself. Run it to inspect the result, or ahead of training on many machines that share a
+    `whet train` does this itself. Run it to inspect the result, or ahead of training on many machines that share a
     folder (data.store, or the environment variable WHET_CACHE): with --shard on each, then once with --merge.
     """
     from whet.config import read_config

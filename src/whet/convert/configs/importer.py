@@ -49,7 +49,7 @@ def import_config(kind: str | None, file: Path, onto: Path | None = None, out: P
         result = merge_trees(read_recipe_tree(Config, onto, expand="none"), result, Config)
     missing = _validate(draft.tree() if recipe is None else merge_trees(recipe, draft.tree(), Config))
     title = (
-        f"Imported by whet {__version__} from {file}, read as a file of {chosen.tool}. The comment beside a value says "
+        f"Imported by whet {__version__} from {file}, read as a file of {chosen.tool}. The comment on a value says "
         "where it comes from; the comments at the end say what else you should know."
     )
     if missing:
@@ -221,10 +221,10 @@ def resolve_conflicts(draft: Draft) -> None:
     )
     whole_layers = value("train.optimizer.name") == "adamw8bit" or value("train.precision") == "fp8"
     if is_split("parallel.tensor") and (adapter or quantized or whole_layers or is_split("parallel.context")):
-        text = "tensor parallelism beside adapters, context parallelism, fp8 or 8-bit optimizers: left out"
+        text = "tensor parallelism with adapters, context parallelism, fp8 or 8-bit optimizers: left out"
         draft.drop("parallel.tensor", "no equivalent", text)
     if is_split("parallel.shard") and loads_first and not quantized:
-        text = "sharding beside DoRA, modules that are trained whole, or new tokens: left out"
+        text = "sharding with DoRA, modules trained in full, or new tokens: left out"
         draft.drop("parallel.shard", "no equivalent", text)
     if value("parallel.offload") == "weights" and (quantized or "parallel.shard" not in draft.settings):
         draft.drop("parallel.offload", "no equivalent", "offload of 4-bit weights, or of unsharded ones: left out")
