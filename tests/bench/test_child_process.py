@@ -33,9 +33,9 @@ def test_processes_end_with_their_parent(tmp_path: Path, number: signal.Signals)
     pids = tmp_path / "pids"
     script = f"trap '' TERM; (trap '' TERM; sleep 99; sleep 99) & echo $$ $! > {pids}; wait"
     code = (
-        "import os, sys; from pathlib import Path; from whet.bench import child_process\n"
-        "child_process._TERMINATE_TIMEOUT_S = 0.2\n"
-        "child_process.run_process(['sh', '-c', sys.argv[1]], Path(sys.argv[2]), os.environ)"
+        "import os, sys; from pathlib import Path; from whet.bench import runner\n"
+        "runner._TERMINATE_TIMEOUT_S = 0.2\n"
+        "runner.run_process(['sh', '-c', sys.argv[1]], Path(sys.argv[2]), os.environ)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, script, str(tmp_path / "log")], stderr=subprocess.DEVNULL)
     deadline = time.time() + 30

@@ -161,7 +161,7 @@ def test_an_error_of_the_thread_is_raised_by_model(recipe: str, tmp_path: Path) 
 
 SLOW = """
 import sys, time
-from whet.run import model_builder
+from whet.run.models import model_builder
 
 def slow(*_):
     print("loading", file=sys.stderr, flush=True)
