@@ -210,7 +210,7 @@ class MetricsFile:
         self.damaged = 0
         """Lines that cannot be read."""
         self.answers: dict[tuple[Any, ...], Any] = {}
-        """What was made of the content so far, by request: several pages ask for the same."""
+        """What was made of the content so far, by request: several pages request the same."""
         self.offset = 0
         self._anchor = b""
         self.generation = time.monotonic_ns()

@@ -107,7 +107,7 @@ def add_model_routes(app: FastAPI, folders: RunsFolder, replaying: ModelProcess,
 
 
 def _chat_request(folders: RunsFolder, body: ChatBody) -> dict[str, Any]:
-    """What the process with the models is asked. It gets references that come from the run's folder alone."""
+    """A request to the process with the models. It gets references that come from the run's folder alone."""
     folder = folders.find(body.run)
     steps = list_steps(folder / "checkpoints")
     if not steps:

@@ -278,7 +278,7 @@ def show_losses(run: Path, limit: int, silent: bool) -> dict[str, Any]:
     seen = len(found.histories)
     console.print(f"{seen:,} of {found.total:,} conversations seen")
     if seen and found.histories.visits.max() < 2:
-        info("no conversation was seen twice yet, so none can be never learned or forgotten")
+        info("no conversation has been seen twice yet, so none counts as never learned or forgotten")
     for pattern in LOSS_PATTERNS:
         rows = found.histories.rows(pattern)
         console.print(Text(f"{_TITLES[pattern]} ({len(rows):,})", style="bold"))

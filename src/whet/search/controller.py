@@ -1,4 +1,4 @@
-"""The search: asks for trials, runs them up to their rungs, decides which continue, and resumes after a kill.
+"""The search: samples trials, runs them up to their rungs, decides which continue, and resumes after a kill.
 
 Optuna's storage and the run folders are the whole state. A search that was killed finds its trials there as RUNNING and
 continues each from its checkpoint; what a trial has measured before the kill is read from its folder.

@@ -50,7 +50,7 @@ class SlurmPlace:
         return submitted.jobs[0]
 
     def poll(self, seconds: float) -> list[TrialEnd]:
-        """The trials whose jobs have ended. Slurm is asked about all of them at once, every other second."""
+        """The trials whose jobs have ended. One query to Slurm for all of them, every other second."""
         wait = min(max(0.0, self._asked + POLL_S - time.monotonic()), seconds)
         if wait >= seconds:
             time.sleep(seconds)

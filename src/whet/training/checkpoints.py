@@ -33,7 +33,7 @@ _PACKAGES = ("whet", "torch", "transformers", "peft", "safetensors", "numpy")
 
 
 def save_is_due(run: Run) -> bool:
-    """By rank 0's clock (checkpoint.minutes). A save that failed, or a damaged store, asks for the next one, which
+    """By rank 0's clock (checkpoint.minutes). A save that failed, or a damaged store, triggers the next one, which
     raises the error on every rank."""
     if run.saver is None or not run.ranks.is_main:
         return False

@@ -1,4 +1,4 @@
-"""An ASGI layer around a web application: only the user may send requests, and none may harm the server.
+"""An ASGI layer around a web application: only the user may send requests, and none may overload the server.
 
 Whoever reaches a server by a browser may be another page that the user has open, so a request is checked in this order:
 

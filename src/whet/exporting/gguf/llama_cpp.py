@@ -52,7 +52,7 @@ class LlamaCppReading:
     """Of the texts."""
     template: str | None
     ends: list[int]
-    """The tokens, of those asked about, at which generation ends."""
+    """Those of the given tokens at which generation ends."""
     logits: Tensor
     """[N, V] at the last positions of each probe."""
 
