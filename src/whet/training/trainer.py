@@ -154,8 +154,8 @@ def _warn_of_idle_experts(run: Run, load: StepLoad) -> None:
     if counted.steps == _STEPS_UNTIL_IDLE and load.idle_so_far and run.step + 1 < run.intervals.last:
         idle = [f"{name} ({list_experts(experts)})" for name, experts in counted.idle_experts().items()]
         warn(
-            f"after {counted.steps} steps, {int(load.idle_so_far):,} of {counted.experts:,} experts have received no token: "
-            f"{listed(idle)}"
+            f"after {counted.steps} steps, {int(load.idle_so_far):,} of {counted.experts:,} experts have received "
+            f"no token: {listed(idle)}"
         )
 
 
