@@ -279,6 +279,8 @@ def registered_models() -> list[dict[str, Any]]:
     return found
 
 
+# Routes of the Data and Search tabs.
+
 Use = Literal["train", "validation"]
 
 

@@ -1,4 +1,4 @@
-"""Validation loss and task scores of the model of a run, during training and for `whet eval`."""
+"""Validation loss, answers to fixed prompts and task scores of a run's model, in training and for `whet eval`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """`train.micro_rows: auto`: the rows of a micro-batch, and recomputation and offload if one row needs them, chosen by
-running the plan's worst batch before step 1. Everything chosen here leaves the numbers of the run alone."""
+running the plan's worst batch before step 1. No choice changes the results of the run."""
 
 from __future__ import annotations
 
