@@ -36,6 +36,11 @@ def test_a_sparkline_fits_and_has_gaps_where_nothing_was_measured(values: list[f
         assert [sign != " " for sign in line] == finite
 
 
+def test_a_sparkline_of_the_largest_floats() -> None:
+    assert sparkline([1.7e308, -1.7e308, 1.7e308, 1.7e308], 4) == "█▁██"
+    assert len(sparkline([1.7e308, 1.7e308, -1.7e308], 2)) == 2
+
+
 def test_a_sparkline_falls_with_the_loss() -> None:
     assert sparkline([8.0, 6.0, 4.0, 2.0, 1.0], 5) == "█▆▄▂▁"
     assert sparkline([1.0, 2.0], 2, ascii_only=True) == "_#"

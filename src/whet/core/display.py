@@ -153,15 +153,16 @@ def sparkline(values: list[float | None], width: int, ascii_only: bool = False) 
     means: list[float | None] = []
     for start, end in pairwise(edges):
         known = [value for value in values[start:end] if value is not None and math.isfinite(value)]
-        means.append(sum(known) / len(known) if known else None)
+        means.append(sum(value / len(known) for value in known) if known else None)  # a sum could overflow
     finite = [mean for mean in means if mean is not None]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    low = min(finite, default=0.0)
+    span = max(finite, default=0.0) / 2 - low / 2  # halves, because the difference of two floats may be infinite
     bars = _ASCII_BARS if ascii_only else _BARS
 
     def bar(mean: float | None) -> str:
         if mean is None:
             return " "
-        share = (mean - low) / (high - low) if high > low else 0.0
+        share = (mean / 2 - low / 2) / span if span > 0 else 0.0
         return bars[min(len(bars) - 1, int(share * len(bars)))]
 
     return "".join(map(bar, means))
