@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 
@@ -15,8 +15,10 @@ from whet.core.heartbeat import format_age
 from whet.report.formatting import DASH, format_count, format_number, format_seconds, format_time
 from whet.report.run_view import RunView
 from whet.report.terminal_report import draw_loss_curve
-from whet.runs.compare import ComparedRun
 from whet.runs.summary import RunSummary
+
+if TYPE_CHECKING:
+    from whet.runs.compare import ComparedRun  # needs numpy, which a list of runs does without
 
 _QUIET_STATES = ("running", "finished", "stopped", "starting")
 """States that need no explanation under the list."""
