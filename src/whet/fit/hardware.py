@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 
 from whet.core.errors import WhetError
-from whet.fit.estimate import GIB
 from whet.model.flops import peak_flops_of
 
 # Cards: memory, bandwidth and links, from the vendors' data sheets.
@@ -95,7 +94,7 @@ def _likeness(known: str, given: str) -> float:
 
 _PLAN = re.compile(r"\s*(\d{1,9})\s*[x×*]\s*(\d{1,9})\s*[x×*]\s*(\S.*?)\s*", re.IGNORECASE)
 _MOST_DEVICES = 10**6
-_CONTEXT_BYTES, _NCCL_BYTES = GIB // 2, GIB
+_CONTEXT_BYTES, _NCCL_BYTES = 2**29, 2**30
 """What the driver and the libraries of collectives take on each device, beside torch's tensors."""
 _MAX_SHARE = 0.92
 """Of a device's memory that a run uses, as `train.micro_rows: auto` does: the rest is for fragments."""
