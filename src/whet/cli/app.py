@@ -12,27 +12,22 @@ from whet import __version__
 from whet.cli import (
     bench,
     chat,
-    check,
     config,
     dash,
     demo,
-    doctor,
     evaluate,
     export,
-    fit,
     import_,
-    init,
-    inspect,
     launch,
     merge,
     models,
-    prepare,
     report,
     runs,
     search,
     serve,
     train,
 )
+from whet.cli.preflight import check, doctor, fit, init, inspect, prepare
 from whet.compat.typer_private import hide_obvious_types
 from whet.core.display import escape_controls, filter_library_output, mask_secrets
 from whet.core.errors import ExitCode
