@@ -446,7 +446,7 @@ def test_every_command_of_a_page_runs(name: str, make_desk: Callable[[Place], De
 
 
 def marked_lines(verb: str) -> list[tuple[str, Line]]:
-    pages = [page for page in PAGES if page.parent.name != "seeds"]
+    pages = [page for page in PAGES if page.parent != DOCS / "seeds"]
     return [(page.name, line) for page in pages for line in lines_of(page) if line.needs and line.words[0] == verb]
 
 
@@ -491,7 +491,7 @@ def test_every_fit_that_needs_a_gpu_runs_on_paper(whet: Any, tmp_path: Path, mon
 
 def test_no_page_is_left_out() -> None:
     pages = {page for page in PAGES if any(lines_of(page))}
-    tested = {page_named(name) for name in PLACES} | {page for page in pages if page.parent.name == "seeds"}
+    tested = {page_named(name) for name in PLACES} | {page for page in pages if page.parent == DOCS / "seeds"}
     assert pages == tested
     marks = {line.needs for page in pages for line in lines_of(page)}
     assert marks == {None, *NEEDS}
