@@ -23,9 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from whet.checkpoint.load import load_checkpoint
+from whet.checkpoint.load import load_checkpoint, model_tensors, optimizer_tensors
 from whet.checkpoint.save import CheckpointSaver
-from whet.checkpoint.state_dict import model_tensors, optimizer_tensors
 from whet.core.distributed import Ranks, get_local_device
 
 _PIECE = 2**24  # numbers in a weight, 64 MiB

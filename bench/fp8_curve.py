@@ -23,8 +23,8 @@ from whet.config import read_config
 from whet.core.console import set_quiet
 from whet.core.yaml import dump_yaml
 from whet.model.fp8 import conversion
-from whet.run import model_builder
 from whet.run.lifecycle import run_training
+from whet.run.models import model_builder
 
 RUNS = [("bf16", 1), ("bf16", 2), ("fp8", 1)]
 FIFTHS = 5

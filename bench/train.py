@@ -25,7 +25,7 @@ from whet.core.distributed import init_distributed
 from whet.core.yaml import parse_yaml
 from whet.model import attention
 from whet.run.data import make_plan, prepare_data
-from whet.run.model_builder import build_loss_model, build_model, make_loader
+from whet.run.models.model_builder import build_loss_model, build_model, make_loader
 from whet.training.optimizers.factory import build_optimizer
 from whet.training.precision import choose_precision
 from whet.training.step import ForwardPasses, train_step

@@ -154,7 +154,7 @@ class Chat:
         """`sampling`: temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens, stop, seed."""
         from whet.inference.chat import ChatSession
         from whet.inference.sampling import Sampling
-        from whet.run.load_models import load_chat_models
+        from whet.run.models.load_models import load_chat_models
 
         self._models = load_chat_models(_reference(model), Sampling(**sampling), system=system)
         self._session = ChatSession(self._models.model, system)
@@ -215,7 +215,7 @@ def export(
 
 def _read(recipe: Recipe, overrides: Sequence[str]) -> Config:
     from whet.data.read.locate import forget_plugin_records
-    from whet.run.model_reference import resolve_model_reference
+    from whet.run.models.model_reference import resolve_model_reference
 
     forget_plugin_records()
     if isinstance(recipe, Config):

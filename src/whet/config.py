@@ -36,11 +36,11 @@ class RunConfig(Section):
     dir: str | None = Field(default=None, description="Its folder; default: runs/NAME.")
     seed: int = Field(default=0, ge=0, description="Seed of data order, initial weights and dropout.")
     project: str | None = Field(default=None, description="Groups runs: `whet runs --project NAME` lists them.")
-    tags: list[str] = Field(default=[], description="Words to find the run by.")
+    tags: list[str] = Field(default=[], description="Tags to find the run by.")
     notify: list[Annotated[str, Field(min_length=1)]] = Field(
         default=[],
-        description="Whom to tell when the run finishes, fails or stalls: URLs, which get a JSON object by POST, and "
-        "shell commands, which get it on stdin and WHET_RUN, WHET_EVENT, WHET_TEXT as variables.",
+        description="Where to send a message when the run finishes, fails or stalls: URLs receive a JSON object by "
+        "POST, shell commands receive it on stdin, with WHET_RUN, WHET_EVENT and WHET_TEXT set.",
     )
     device: Literal["auto", "cpu", "cuda", "mps", "xpu", "npu"] = Field(
         default="auto",
@@ -81,7 +81,7 @@ class Config(Section):
     profile: ProfileConfig | None = Field(default=None, description="Absent: no step is profiled.")
     launch: LaunchConfig = Field(default=LaunchConfig())
     search: SearchConfig | None = Field(
-        default=None, description="How `whet search` tries the values of settings that are ranges; docs/search.md."
+        default=None, description="How `whet search` searches the settings that are ranges; docs/search.md."
     )
 
     @model_validator(mode="before")

@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from whet.bench import child_process
+from whet.bench import runner
 
 
 def test_stderr_is_logged_and_stdout_returned(tmp_path: Path) -> None:
-    ended = child_process.run_process(
+    ended = runner.run_process(
         ["sh", "-c", "echo out; printf 'one\\nlast \\n\\n' >&2; exit 4"], tmp_path / "log", os.environ
     )
     assert (ended.code, ended.out, ended.killed_by) == (4, "out\n", None)
-    assert child_process.last_log_line(tmp_path / "log") == "last"
+    assert runner.last_log_line(tmp_path / "log") == "last"
     assert time.time() - ended.began < 60
 
 
 def test_the_name_of_a_signal(tmp_path: Path) -> None:
-    assert child_process.run_process(["sh", "-c", "kill -9 $$"], tmp_path / "log", os.environ).killed_by == "SIGKILL"
+    assert runner.run_process(["sh", "-c", "kill -9 $$"], tmp_path / "log", os.environ).killed_by == "SIGKILL"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -33,9 +33,9 @@ def test_processes_end_with_their_parent(tmp_path: Path, number: signal.Signals)
     pids = tmp_path / "pids"
     script = f"trap '' TERM; (trap '' TERM; sleep 99; sleep 99) & echo $$ $! > {pids}; wait"
     code = (
-        "import os, sys; from pathlib import Path; from whet.bench import child_process\n"
-        "child_process._TERMINATE_TIMEOUT_S = 0.2\n"
-        "child_process.run_process(['sh', '-c', sys.argv[1]], Path(sys.argv[2]), os.environ)"
+        "import os, sys; from pathlib import Path; from whet.bench import runner\n"
+        "runner._TERMINATE_TIMEOUT_S = 0.2\n"
+        "runner.run_process(['sh', '-c', sys.argv[1]], Path(sys.argv[2]), os.environ)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, script, str(tmp_path / "log")], stderr=subprocess.DEVNULL)
     deadline = time.time() + 30

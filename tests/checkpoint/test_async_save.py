@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from whet.checkpoint import directory, host_staging
+from whet.checkpoint import directory, save
 from whet.checkpoint import save as saving
 from whet.checkpoint.dcp_storage import ParallelStorageWriter
 from whet.checkpoint.load import load_checkpoint
@@ -176,7 +176,7 @@ def test_after_an_exception_a_running_save_finishes(tmp_path: Path) -> None:
 def test_without_memory_for_a_copy_the_save_is_synchronous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(host_staging, "available_memory", lambda: 100)
+    monkeypatch.setattr(save, "available_memory", lambda: 100)
     with CheckpointSaver(tmp_path, *make(), ALONE) as saver:
         saver.save(1, {})
         assert directory.list_steps(tmp_path) == [1]
@@ -189,7 +189,7 @@ def test_a_stop_request_during_a_synchronous_save_is_not_an_error_of_the_save(
     def stop(*_: Any) -> None:
         raise StopRequested
 
-    monkeypatch.setattr(host_staging, "available_memory", lambda: 100)
+    monkeypatch.setattr(save, "available_memory", lambda: 100)
     monkeypatch.setattr(ParallelStorageWriter, "write_data", stop)
     with pytest.raises(StopRequested), CheckpointSaver(tmp_path, *make(), ALONE) as saver:
         saver.save(1, {})
@@ -197,7 +197,7 @@ def test_a_stop_request_during_a_synchronous_save_is_not_an_error_of_the_save(
 
 
 def test_staging_buffers_are_reused() -> None:
-    staging = host_staging.HostStaging()
+    staging = save.HostStaging()
     first = staging.copy({"a": torch.ones(3)})["a"]
     second = staging.copy({"a": torch.zeros(3)})["a"]
     assert first.data_ptr() == second.data_ptr()
@@ -219,7 +219,7 @@ def test_pinned_memory_is_allocated_on_the_device_of_the_rank(monkeypatch: pytes
             entered.pop()
 
     monkeypatch.setattr(torch.cuda, "device", OnDevice)
-    staging = host_staging.HostStaging()
+    staging = save.HostStaging()
     monkeypatch.setattr(staging._pinned, "empty_like", lambda tensor: allocated_on.append(list(entered)))
     on_gpu: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 3), nbytes=8)
     staging.allocate_async({"weight": on_gpu})

@@ -15,8 +15,8 @@ from torch import nn
 from whet.checkpoint import load as loading
 from whet.checkpoint import save as saving
 from whet.checkpoint.dcp_storage import SafeStorageReader
+from whet.checkpoint.directory import DamagedCheckpointError
 from whet.checkpoint.load import load_checkpoint
-from whet.checkpoint.manifest import DamagedCheckpointError
 from whet.checkpoint.save import CheckpointSaver
 from whet.core import files
 from whet.core.distributed import Ranks

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from examples import examples
 from whet.checkpoint.dcp_storage import SafeStorageReader
+from whet.checkpoint.directory import read_manifest, write_manifest
 from whet.checkpoint.load import CheckpointWeights, load_checkpoint
-from whet.checkpoint.manifest import read_manifest, write_manifest
 from whet.checkpoint.save import CheckpointSaver
 from whet.core.checksums import hash_files
 from whet.core.distributed import Ranks

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from whet.checkpoint import directory
-from whet.checkpoint.directory import Retention, lower_is_better, rank_by_score
+from whet.checkpoint.directory import DamagedCheckpointError, Retention, lower_is_better, rank_by_score
 from whet.checkpoint.load import load_checkpoint
-from whet.checkpoint.manifest import DamagedCheckpointError
 from whet.checkpoint.save import CheckpointSaver
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError

@@ -15,8 +15,7 @@ from data.template_families import FAMILIES, small_tokenizer
 from data.trl_templates import TRL_TEMPLATES
 from tiny_architectures import save_tiny_model
 from whet.config import read_config
-from whet.preflight.known_models import KNOWN_MODELS, KnownModel
-from whet.preflight.recipe_proposal import Setting, propose_recipe, render_recipe
+from whet.preflight.recipe_proposal import KNOWN_MODELS, KnownModel, ProposedSetting, propose_recipe, render_recipe
 
 ROWS = "".join(f'Wie heißt Stück {n}?;Es heißt "Stück {n}", bitte.\n' for n in range(60))
 
@@ -91,9 +90,9 @@ def test_models_are_listed(whet: Any) -> None:
 
 def test_the_recipe_is_what_was_proposed() -> None:
     settings = [
-        Setting("model.path", "a b: c", ""),
-        Setting("data.sources", [{"path": "ü.csv", "fields": {"prompt": "Was?"}}], "x " * 80),
-        Setting("train.optimizer", {"lr": 2e-4}, "usual"), Setting("train.epochs", 3, ""),
+        ProposedSetting("model.path", "a b: c", ""),
+        ProposedSetting("data.sources", [{"path": "ü.csv", "fields": {"prompt": "Was?"}}], "x " * 80),
+        ProposedSetting("train.optimizer", {"lr": 2e-4}, "usual"), ProposedSetting("train.epochs", 3, ""),
     ]  # fmt: skip
     text = render_recipe(settings, "A heading")
     assert yaml.safe_load(text) == {

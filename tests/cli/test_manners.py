@@ -20,7 +20,7 @@ from whet.data.render.renderer import Renderer
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.weight_files import locate_model
 from whet.run.data import prepare_data
-from whet.run.load_models import load_inference_model
+from whet.run.models.load_models import load_inference_model
 
 RECIPE = (
     "model: {path: builtin:tiny}\ndata: {sources: [{path: my.jsonl}], validation: {sources: [{path: held.jsonl}]}}\n"

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from nanochat_files import SPECIAL_TOKENS, tiktoken_encoding, write_base, write_checkpoint
 from several_processes import torchrun
-from whet.convert.nanochat import NanochatCheckpoint
-from whet.convert.nanochat_tokenizer import load_nanochat_tokenizer, read_encoding
+from whet.convert.nanochat import NanochatCheckpoint, load_nanochat_tokenizer, read_encoding
 from whet.core.errors import WhetError
 from whet.data.conversation import Conversation, Message, Origin
 from whet.data.render.renderer import Rendered, Renderer

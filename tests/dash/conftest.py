@@ -16,7 +16,7 @@ import pytest
 
 from whet.dash.app import LIMITS, create_app
 from whet.dash.live import Feeds
-from whet.web.guard import Guard
+from whet.web.request_guard import RequestGuard
 from whet.web.server import WebServer, bind
 
 
@@ -73,7 +73,7 @@ def dash() -> Iterator[Callable[..., Dash]]:
         listener = bind("127.0.0.1", 0)
         listener.listen()  # requests wait until it has started
         feeds = Feeds()
-        guard = Guard(create_app(root, feeds), token, LIMITS, frozenset())
+        guard = RequestGuard(create_app(root, feeds), token, LIMITS, frozenset())
         server = WebServer(guard, 1, lambda: None, feeds.close)
         threading.Thread(target=server.run, args=([listener],), daemon=True).start()
         servers.append(server)

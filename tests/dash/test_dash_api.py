@@ -17,8 +17,7 @@ from runs.made_runs import add_losses, make_run, write_lock
 from whet.core.checksums import write_hashed_json
 from whet.core.costs import write_usage
 from whet.core.files import read_json_lines
-from whet.dash.curves import axis_values, read_curves
-from whet.dash.metrics_file import MetricsFile
+from whet.dash.curves import MetricsFile, axis_values, read_curves
 from whet.dash.run_details import log_tail, shown_state
 from whet.dash.runs_folder import RunsFolder
 from whet.evaluation.training_losses import losses_of_step, read_training_losses
@@ -285,9 +284,9 @@ def test_what_cannot_be_chatted_with_is_refused_at_once(dash, tiny_run, tmp_path
 
 
 def test_conversations_by_loss_are_those_of_whet_inspect(dash, tiny_run):
-    from whet.run.loss_lists import ConversationLosses
+    from whet.run.loss_lists import ConversationHistories
 
-    expected = ConversationLosses.read(tiny_run)
+    expected = ConversationHistories.read(tiny_run)
     server = dash(tiny_run.parent)
     answer = server.get("/api/run/losses", run=tiny_run.name, limit=200).json
     assert (answer["seen"], answer["total"]) == (len(expected.histories), expected.total)

@@ -14,7 +14,7 @@ from runs.made_runs import make_run
 from whet.core.errors import WhetError
 from whet.core.files import read_json_lines
 from whet.dash.actions import write_feedback
-from whet.data.near_duplicates import find_near_duplicates, shingle_hashes
+from whet.dash.store_browser import find_near_duplicates, shingle_hashes
 from whet.data.prepare.store import Store
 from whet.data.render.detokenize import open_decoder
 

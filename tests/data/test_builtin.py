@@ -10,9 +10,8 @@ import re
 import pytest
 
 from whet.data.builtin import BUILTIN_GENERATORS, COMMON_WORDS, generate_orders
-from whet.data.calculator import CALCULATOR_SCHEMA
 from whet.data.config import Source
-from whet.data.conversation import Conversation, Message
+from whet.data.conversation import CALCULATOR_SCHEMA, Conversation, Message
 from whet.data.read.sources import SourceReader
 
 SIGNS = str.maketrans("−×÷", "-*/")

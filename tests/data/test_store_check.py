@@ -20,8 +20,7 @@ from whet.data.conversation import Origin
 from whet.data.plan.planner import Plan, PlanStats
 from whet.data.prepare import store as stores
 from whet.data.prepare.chunks import Chunk, SavedChunk
-from whet.data.prepare.store import Store, StoreWriter
-from whet.data.prepare.store_check import StoreCheck
+from whet.data.prepare.store import Store, StoreCheck, StoreWriter
 from whet.data.render.renderer import Rendered
 from whet.training.checkpoints import save_checkpoint
 

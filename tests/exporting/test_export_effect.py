@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM
 
 from tiny_architectures import tiny_config
 from whet.exporting.dtypes import EXPORT_DTYPES
-from whet.exporting.effect import SafetensorsWeights, compare_weights
 from whet.exporting.exporter import write_export
 from whet.exporting.spec import ExportFindings, ExportMismatchError, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import TrainedModel
+from whet.exporting.weight_comparison import SafetensorsWeights, compare_weights
 from whet.model.config import AdapterConfig, ModelConfig
-from whet.model.effect import effect_summary
 from whet.model.load.pretrained import load_model
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.lora.peft_adapters import add_adapter
 from whet.model.lora.trained_weights import trained_weights
+from whet.model.weight_effect import effect_summary
 
 TINY = ModelConfig(path="builtin:tiny")
 PROBES = [list(range(3, 40))]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from whet.core.errors import WhetError
-from whet.exporting import gguf_families, gguf_tokenizer, llama_cpp
 from whet.exporting.exporter import write_export
-from whet.exporting.gguf_tokenizer import pre_tokenizer_name, set_pre_tokenizer
+from whet.exporting.gguf import families, gguf_tokenizer, llama_cpp
+from whet.exporting.gguf.gguf_tokenizer import pre_tokenizer_name, set_pre_tokenizer
 from whet.exporting.spec import ExportMismatchError
 from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer
@@ -126,7 +126,7 @@ def test_a_wrong_file_is_refused(
     }[what]  # fmt: skip
     tokenizer = None
     if what == "rope permutation":
-        monkeypatch.setattr(gguf_families, "permute_rope", lambda weight, heads: weight)
+        monkeypatch.setattr(families, "permute_rope", lambda weight, heads: weight)
     elif what == "pre-tokenizer":
         tokenizer = tokenizer_of_numbers()
         assert pre_tokenizer_name(tokenizer) == "llama-bpe"

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from small_models import smollm2_folder
-from whet.exporting import gguf_families
 from whet.exporting.dtypes import QUANTIZER_TYPES
 from whet.exporting.exporter import write_export
+from whet.exporting.gguf import families
 from whet.exporting.spec import ExportMismatchError
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load.pretrained import load_model
@@ -108,7 +108,7 @@ def test_a_fault_before_quantizing_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     pytest.importorskip("cyllama")
-    monkeypatch.setattr(gguf_families, "permute_rope", lambda weight, heads: weight)
+    monkeypatch.setattr(families, "permute_rope", lambda weight, heads: weight)
     with pytest.raises(ExportMismatchError, match="its logits differ"):
         write_export(export_spec_of(random_model("llama"), "q2_k"), "gguf", tmp_path / "gguf", PROBES)
     assert list(tmp_path.iterdir()) == []

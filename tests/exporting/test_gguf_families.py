@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from whet.core.errors import WhetError
-from whet.exporting.gguf_families import GGUFLayout, context_length, family_notes, require_family
+from whet.exporting.gguf.families import GGUFLayout, context_length, family_notes, require_family
 
 pytest.importorskip("gguf")
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from whet.core.errors import WhetError
-from whet.exporting.gguf_tokenizer import BYTE, CONTROL, UNKNOWN, UNUSED, gguf_vocabulary, tokenizer_rules
+from whet.exporting.gguf.gguf_tokenizer import BYTE, CONTROL, UNKNOWN, UNUSED, gguf_vocabulary, tokenizer_rules
 
 N, P = normalizers, pre_tokenizers
 STYLES: dict[str, tuple[Any, Any, bool]] = {

@@ -19,8 +19,7 @@ from whet.core.errors import RunFailedError
 from whet.exporting.merge_adapters import merge_adapter_folders
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load.builtin_models import builtin_folder
-from whet.model.load.pretrained import load_model
-from whet.model.load.resize_embeddings import trainable_token_ids
+from whet.model.load.pretrained import load_model, trainable_token_ids
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.lora.peft_adapters import add_adapter
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from whet.core.errors import WhetError
-from whet.core.processes import is_alive
+from whet.core.signals import is_alive
 from whet.data.conversation import Message
 from whet.data.render.renderer import Renderer
-from whet.exporting import llama_cpp
 from whet.exporting.dtypes import EXPORT_DTYPES, QUANTIZER_TYPES, assess_quantization, choose_dtype
 from whet.exporting.exporter import write_export
-from whet.exporting.gguf_families import GGUFLayout
-from whet.exporting.importance_matrix import write_importance_matrix
-from whet.exporting.llama_cpp_child import read_importance_matrix
-from whet.exporting.ollama import find_turn_texts, ollama_template
+from whet.exporting.gguf import llama_cpp
+from whet.exporting.gguf.families import GGUFLayout
+from whet.exporting.gguf.llama_cpp import write_importance_matrix
+from whet.exporting.gguf.llama_cpp_child import read_importance_matrix
+from whet.exporting.gguf.ollama import find_turn_texts, ollama_template
 from whet.exporting.spec import GenerationSettings
 from whet.exporting.trained_model import TrainedModel
 from whet.model.config import ModelConfig

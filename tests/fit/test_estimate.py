@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from whet.config import Config
 from whet.execution.transform import transform_layers
-from whet.fit.estimate import BatchShape, Sharding, estimate_memory, loss_bytes, training_size
+from whet.fit.estimate import LargestBatch, Sharding, estimate_memory, loss_bytes, training_size
 from whet.fit.fake_model import FakeModel, build_fake_model
 from whet.fit.model_trace import saved_in_eager, trace_model
 from whet.model import attention
@@ -157,16 +157,16 @@ def test_products_in_the_graph_are_those_of_the_flop_count() -> None:
 def test_sharding_divides_what_can_be_divided() -> None:
     config = recipe("builtin:tiny", train={"precision": "bf16"})
     fake = fake_model(config, gpu="nvidia", compiles=True)
-    trace, batch = trace_model(fake, 64, "none"), BatchShape(64, 32)
+    trace, batch = trace_model(fake, 64, "none"), LargestBatch(64, 32)
     alone, shared = (estimate_memory(config, fake, trace, batch, Sharding(n, world=n)) for n in (1, 4))
     assert shared.weights == -(-alone.weights // 4)
     assert shared.optimizer == -(-alone.optimizer // 4)
-    several = estimate_memory(config, fake, trace, BatchShape(64, 32, micro_batches=2), Sharding(4, world=4))
+    several = estimate_memory(config, fake, trace, LargestBatch(64, 32, micro_batches=2), Sharding(4, world=4))
     assert several.gradients >= training_size(config, fake).trained * 4, "summed unsharded until the last micro-batch"
 
 
 def test_the_loss_holds_one_chunk_of_logits() -> None:
     config = recipe("random:llama-8b", **LORA)
     fake = build_fake_model(config, precision_policy(config, "bf16"), gpu="nvidia", compiles=True)
-    few, many = (loss_bytes(fake, BatchShape(16384, supervised)) for supervised in (2048, 16384))
+    few, many = (loss_bytes(fake, LargestBatch(16384, supervised)) for supervised in (2048, 16384))
     assert many.peak - few.peak == 2 * (16384 - 2048) * 4096 * 2, "hidden states and their gradient alone"

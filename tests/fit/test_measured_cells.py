@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from whet.config import Config
-from whet.fit.cards import find_card
-from whet.fit.estimate import BatchShape, Sharding, estimate_memory, trace_batch
+from whet.fit.estimate import GIB, LargestBatch, Sharding, estimate_memory, trace_batch
 from whet.fit.fake_model import build_fake_model
-from whet.fit.memory_parts import GIB
+from whet.fit.hardware import find_card
 from whet.fit.throughput import StepWork, estimate_step_time
 from whet.training.precision import precision_policy
 
@@ -76,7 +75,7 @@ def test_estimates_are_near_the_measurement(cell: Cell) -> None:
     fake = build_fake_model(config, precision_policy(config, cell.precision), gpu="nvidia", compiles=True)
     trace = trace_batch(config, fake, tokens, typical_length=cell.document)
 
-    memory = estimate_memory(config, fake, trace, BatchShape(tokens, supervised))
+    memory = estimate_memory(config, fake, trace, LargestBatch(tokens, supervised))
     work = StepWork(micro_batches=1, supervised=supervised, lengths=lengths)
     step = estimate_step_time(config, fake, trace, find_card("H200"), work, Sharding())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whet.fit.memory_parts import GIB, MemoryParts
+from whet.fit.estimate import GIB, MemoryParts
 
 
 def test_parts_add_up_to_the_peak() -> None:

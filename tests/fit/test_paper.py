@@ -12,15 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.cli.fit import _fit_on_paper
+from whet.cli.preflight.fit import _fit_on_paper
 from whet.config import Config
 from whet.core.errors import WhetError
-from whet.fit.cards import CARDS, find_card
-from whet.fit.hardware import Hardware, parse_hardware
-from whet.fit.memory_parts import GIB
+from whet.fit.estimate import GIB
+from whet.fit.hardware import CARDS, Hardware, find_card, parse_hardware
 from whet.fit.paper import DataFacts, PaperEstimate, _smaller_settings, _with_settings, estimate_on_paper
-from whet.fit.paper_text import as_json, reasons, verdict
-from whet.fit.published import published_speeds
+from whet.fit.paper_text import as_json, published_speeds, reasons, verdict
 
 TINY = Path(__file__).parents[1] / "fixtures" / "tiny.yaml"
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from whet.config import read_config
+from whet.fit.best_settings import pick_best, propose
+from whet.fit.estimate import GIB, MemoryParts
 from whet.fit.measure import Measurement
-from whet.fit.memory_parts import GIB, MemoryParts
-from whet.fit.proposals import propose
-from whet.fit.search import pick_best
 from whet.run.memory_choice import MemoryChoice
 
 sys.path.append(str(Path(__file__).parents[1] / "run"))

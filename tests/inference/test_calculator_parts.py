@@ -11,8 +11,7 @@ import pytest
 from tool_template import TOOL_TEMPLATE
 
 from whet.core.errors import BadRecordError
-from whet.data.calculator import CALCULATOR_SCHEMA
-from whet.data.conversation import Conversation, Message, Origin
+from whet.data.conversation import CALCULATOR_SCHEMA, Conversation, Message, Origin
 from whet.data.read.messages import parse_messages
 from whet.data.render.renderer import Rendered, Renderer
 from whet.inference.calculator_tool import InlineCalculator, calculate, make_calculator

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tool_template import TOOL_TEMPLATE
 
 from whet.core.errors import WhetError
-from whet.data.calculator import CALCULATOR_SCHEMA
-from whet.data.conversation import Message, ToolCall
+from whet.data.conversation import CALCULATOR_SCHEMA, Message, ToolCall
 from whet.data.render.renderer import Renderer
 from whet.inference.calculator_tool import (
     FunctionCallCalculator,

@@ -16,9 +16,8 @@ from tool_template import TOOL_TEMPLATE
 
 from whet.core.console import SafeConsole
 from whet.core.errors import WhetError
-from whet.data.calculator import CALCULATOR_SCHEMA
 from whet.data.config import Source
-from whet.data.conversation import Message
+from whet.data.conversation import CALCULATOR_SCHEMA, Message
 from whet.data.read.sources import read_source
 from whet.data.render.renderer import Rendered, Renderer
 from whet.inference import terminal

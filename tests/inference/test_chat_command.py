@@ -19,7 +19,7 @@ import torch
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.pretrained import load_model
-from whet.run.load_models import load_adapter_models, load_inference_model, load_model_pair
+from whet.run.models.load_models import load_adapter_models, load_inference_model, load_model_pair
 
 FEW = ("--max-new-tokens", 4)
 

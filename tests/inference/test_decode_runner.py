@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from whet.execution.cuda_graphs import Capture
-from whet.inference import decode_runner
+from whet.inference import kv_cache
 from whet.inference.generate import generate
 from whet.inference.sampling import Sampling
 from whet.model.config import ModelConfig
@@ -29,11 +29,11 @@ def use_capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[Capture], None]:
     """Capture decode steps with a given function instead of CUDA graphs."""
 
     def use(capture: Capture) -> None:
-        original = decode_runner.DecodeRunner.__init__
-        monkeypatch.setattr(decode_runner, "make_capture", lambda: capture)
+        original = kv_cache.DecodeRunner.__init__
+        monkeypatch.setattr(kv_cache, "make_capture", lambda: capture)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         monkeypatch.setattr(
-            decode_runner.DecodeRunner, "__init__", lambda self, *rest: original(self, *rest[:-2], True, True)
+            kv_cache.DecodeRunner, "__init__", lambda self, *rest: original(self, *rest[:-2], True, True)
         )
 
     return use

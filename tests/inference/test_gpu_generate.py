@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from whet.inference import decode_runner
+from whet.inference import kv_cache
 from whet.inference.generate import generate
 from whet.inference.sampling import Sampling
 from whet.model.config import ModelConfig
@@ -63,9 +63,9 @@ def test_cuda_graphs_give_the_same_tokens(
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (graphs.append(1), real(graph))[1])
     assert generate(model, prompts, sampling, batch_size=4, limits=limits) == captured
     assert len(graphs) > 20, "no CUDA graph was replayed"
-    original = decode_runner.DecodeRunner.__init__
+    original = kv_cache.DecodeRunner.__init__
     monkeypatch.setattr(
-        decode_runner.DecodeRunner,
+        kv_cache.DecodeRunner,
         "__init__",
         lambda self, *rest: original(self, *rest[:-2], False, False),  # neither graphs nor padding
     )

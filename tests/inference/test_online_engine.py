@@ -10,9 +10,8 @@ from whet.inference import online_engine
 from whet.inference.engine import GenerationOptions
 from whet.inference.generate import generate
 from whet.inference.kv_cache import probe_kv_cache
-from whet.inference.online_engine import OnlineEngine, OnlineSequence
+from whet.inference.online_engine import OnlineEngine, OnlineSequence, SerialEngine
 from whet.inference.sampling import Sampling, rng_keys
-from whet.inference.serial_engine import SerialEngine
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15], [*range(20, 60)], [16] * 9]
 SAMPLINGS = [

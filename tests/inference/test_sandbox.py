@@ -19,9 +19,9 @@ from threading import Thread
 import pytest
 
 from whet.data.conversation import Message
-from whet.inference import sandbox_totals
 from whet.inference.config import TaskConfig
-from whet.inference.sandbox import (
+from whet.inference.sandbox import memory_totals
+from whet.inference.sandbox.sandbox import (
     Launcher,
     ProgramResult,
     SandboxError,
@@ -36,7 +36,7 @@ from whet.inference.tasks.scorers import make_unit_test_scorer
 from whet.inference.tasks.task import Example
 
 AMPLE = SandboxLimits(seconds=20)  # enough on a busy machine
-SOURCE = Path(sandbox_totals.__file__).parents[2]
+SOURCE = Path(memory_totals.__file__).parents[3]
 
 
 @functools.cache
@@ -244,9 +244,9 @@ def test_a_cgroup_limits_memory_where_one_can_be_created(tmp_path: Path, monkeyp
     (tmp_path / "sys/user/own").mkdir(parents=True)
     (tmp_path / "sys/user/own/cgroup.subtree_control").write_text("\n")
     (tmp_path / "sys/user/cgroup.subtree_control").write_text("cpu memory pids\n")
-    monkeypatch.setattr(sandbox_totals, "_PROC", tmp_path / "proc")
-    assert sandbox_totals._writable_cgroup.__wrapped__() == tmp_path / "sys/user"
-    with sandbox_totals._new_group(tmp_path / "sys/user", 12345) as group:
+    monkeypatch.setattr(memory_totals, "_PROC", tmp_path / "proc")
+    assert memory_totals._writable_cgroup.__wrapped__() == tmp_path / "sys/user"
+    with memory_totals._new_group(tmp_path / "sys/user", 12345) as group:
         assert group.folder
         done = subprocess.run(
             [*group.command_prefix(), "/bin/sh", "-c", "echo $$"], capture_output=True, text=True, check=True
@@ -257,7 +257,7 @@ def test_a_cgroup_limits_memory_where_one_can_be_created(tmp_path: Path, monkeyp
             (group.folder / "memory.events").write_text(f"low 0\nhigh 0\nmax 7\noom {kills}\noom_kill {kills}\n")
             assert group.was_killed() == bool(kills)
     (tmp_path / "sys/user/cgroup.subtree_control").write_text("cpu\n")
-    assert sandbox_totals._writable_cgroup.__wrapped__() is None
+    assert memory_totals._writable_cgroup.__wrapped__() is None
 
 
 def test_there_is_no_network(launcher: Launcher) -> None:
@@ -351,7 +351,7 @@ def test_keys_cannot_be_reached(launcher: Launcher) -> None:
 
 KEYRINGS = """
 import ctypes, sys
-from whet.inference import sandbox_child
+from whet.inference.sandbox import sandbox_child
 libc, keyctl = ctypes.CDLL(None), sandbox_child._KEYCTL[__import__('platform').machine()]
 libc.syscall(keyctl, 1, None)
 before = libc.syscall(keyctl, 0, -3, 0)
@@ -432,7 +432,7 @@ def test_a_daemon_is_killed_in_mode_limits() -> None:
 
 WHET = """
 import sys
-from whet.inference.sandbox import SandboxLimits, launch_program
+from whet.inference.sandbox.sandbox import SandboxLimits, launch_program
 launch_program(sys.argv[1], sys.argv[2], SandboxLimits(seconds=100))
 """
 
@@ -474,9 +474,9 @@ def test_concurrent_sandboxes_are_independent() -> None:
 
 FORBIDDEN = """
 import platform
-from whet.inference.sandbox import SandboxError, run_program
-from whet.inference.sandbox_namespaces import install_seccomp_filter
-from whet.inference.seccomp import seccomp_filter
+from whet.inference.sandbox.sandbox import SandboxError, run_program
+from whet.inference.sandbox.namespaces import install_seccomp_filter
+from whet.inference.sandbox.seccomp import seccomp_filter
 install_seccomp_filter(seccomp_filter(platform.machine()))
 try:
     print(run_program("print('ran')"))
@@ -499,7 +499,7 @@ def test_nothing_runs_without_namespaces() -> None:
 
 FULL = """
 import os, resource, sys
-from whet.inference.sandbox import SandboxError, SandboxLimits, launch_program
+from whet.inference.sandbox.sandbox import SandboxError, SandboxLimits, launch_program
 resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))
 try:
     launch_program(sys.argv[1], "", SandboxLimits())

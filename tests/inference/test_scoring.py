@@ -14,8 +14,7 @@ from tool_template import TOOL_TEMPLATE
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
 from whet.data.builtin import generate_orders
-from whet.data.calculator import CALCULATOR_SCHEMA
-from whet.data.conversation import Message
+from whet.data.conversation import CALCULATOR_SCHEMA, Message
 from whet.data.render.renderer import Renderer
 from whet.inference.config import EvalConfig, TaskConfig
 from whet.inference.generate import generate

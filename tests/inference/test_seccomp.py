@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.inference.seccomp import _ALLOWED, _CHECKED, seccomp_filter
+from whet.inference.sandbox.seccomp import _ALLOWED, _CHECKED, seccomp_filter
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOW, KILL, NO_SUCH_CALL = 0x7FFF0000, 0x80000000, 0x00050000 | errno.ENOSYS

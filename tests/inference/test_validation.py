@@ -15,12 +15,12 @@ from whet.data.loader import Loader
 from whet.data.plan.planner import plan_single_step
 from whet.data.prepare.build import prepare_store
 from whet.data.render.chat_tokenizer import ChatTokenizer
-from whet.inference.validation import ValidationMetadata, ValidationSums, source_names, validation_loss
 from whet.model import attention
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.loss.loss_model import LossModel, LossSum
+from whet.run.evaluation import ValidationMetadata, ValidationSums, source_names, validation_loss
 from whet.tokenizer.token_bytes import bytes_per_token
 
 TINY = ModelConfig(path="builtin:tiny")

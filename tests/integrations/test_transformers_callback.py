@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from whet.core.errors import WhetError
 from whet.core.run_folder import RunFolder, read_status
-from whet.dash.metrics_file import MetricsFile
+from whet.dash.curves import MetricsFile
 from whet.dash.run_details import describe_run
 from whet.dash.runs_folder import RunsFolder
 from whet.integrations.transformers import WhetCallback, whet_metrics

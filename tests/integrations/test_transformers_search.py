@@ -20,10 +20,10 @@ from whet.core.errors import ExitCode, WhetError
 from whet.core.launch_env import SearchTrial
 from whet.core.run_folder import read_status
 from whet.integrations.transformers import WhetCallback
-from whet.search.place import TrialEnd, TrialRun
 from whet.search.results import collect_results, write_results
 from whet.search.script import ScriptConfig, ScriptSettings
 from whet.search.search import open_search_folder, plan_search, preview, run_search
+from whet.search.trials import TrialEnd, TrialRun
 
 RECIPE = """
 run: {{name: hf, dir: {folder}}}

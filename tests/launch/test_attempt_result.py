@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from whet.core.error_report import read_first_error, report_texts, write_error_report
+from whet.core.heartbeat import read_first_error, report_texts, write_error_report
 from whet.launch.restart_policy import read_attempt_result
 
 

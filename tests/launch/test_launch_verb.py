@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import whet.data.prepare.build as build_module
 from whet.launch.config import LaunchConfig
-from whet.launch.program import python_script
+from whet.launch.local import python_script
 from whet.launch.slurm_script import SlurmJob, render_script, srun_command
 from whet.launch.supervise import _SignalForwarder
 

@@ -10,7 +10,7 @@ import pytest
 
 from whet.config import Config, read_config
 from whet.core.errors import WhetError
-from whet.launch.save_time import SaveTime, find_save_time, require_time_to_save, save_problems
+from whet.launch.slurm import SaveTime, find_save_time, require_time_to_save, save_problems
 
 Make = Callable[..., Config]
 

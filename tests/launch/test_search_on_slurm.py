@@ -20,8 +20,8 @@ from conftest import steps_in
 from whet.config import read_config
 from whet.core.errors import ExitCode
 from whet.core.files import read_json_lines
-from whet.search.place import TrialEnd, TrialRun
-from whet.search.slurm import SlurmPlace
+from whet.search.slurm_trials import SlurmPlace
+from whet.search.trials import TrialEnd, TrialRun
 
 SETTINGS = ("launch.processes=1", "launch.slurm.time=10", "export.at_end=none")
 SEARCH = (

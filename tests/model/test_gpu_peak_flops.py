@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from whet.model.peak_flops import device_name, device_peak_flops, peak_flops_of
+from whet.model.flops import device_name, device_peak_flops, peak_flops_of
 
 pytestmark = pytest.mark.gpu
 

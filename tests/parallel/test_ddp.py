@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from whet.checkpoint.state_dict import optimizer_tensors
+from whet.checkpoint.load import optimizer_tensors
 from whet.core.distributed import Ranks
 from whet.parallel import ddp
 from whet.parallel.ddp import accumulate_in_fp32, all_reduce_gradients, broadcast_weights, trainable_parameters

@@ -19,8 +19,8 @@ from whet.parallel.config import ParallelConfig
 from whet.parallel.dtensor import local_tensor
 from whet.parallel.fsdp import apply_fsdp, reshard
 from whet.parallel.mesh import build_mesh
-from whet.run import model_builder
 from whet.run.lifecycle import run_training
+from whet.run.models import model_builder
 
 pytestmark = pytest.mark.gpu
 

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 import killed_at
 from whet.core.errors import WhetError
 from whet.core.files import hash_json
-from whet.registry import records
 from whet.registry.references import keep_version, pin_version, versions_inside
-from whet.registry.registry import Registry, parse_reference
+from whet.registry.registry import REGISTRY_FORMAT, Registry, parse_reference
 
 RECORD = {"folder": "/nowhere", "kind": "merged", "files": "0", "run": None, "step": None, "lineage": {}}
 NOBODY = 65534
@@ -275,7 +274,7 @@ def damage(file: Path, how: str) -> None:
     elif how == "edited":
         file.write_text(json.dumps(content | {"user": "mallory", "version": 7, "folder": "/elsewhere"}))
     elif how == "newer":
-        content = {**content, "format": records.REGISTRY_FORMAT + 1}
+        content = {**content, "format": REGISTRY_FORMAT + 1}
         content.pop("hash")
         file.write_text(json.dumps({**content, "hash": hash_json(content)}))
     elif how == "other JSON":

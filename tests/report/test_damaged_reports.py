@@ -16,8 +16,7 @@ from rich.console import Console
 from examples import examples
 from whet.report.run_reports import write_report, write_reports
 from whet.report.run_view import RunView
-from whet.report.summary import result_json, summarize_run
-from whet.report.terminal_report import before_after_table, draw_loss_curve, score_line
+from whet.report.terminal_report import before_after_table, draw_loss_curve, result_json, score_line, summarize_run
 
 MakeRun = Callable[..., Path]
 FILES = (

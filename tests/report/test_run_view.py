@@ -10,8 +10,7 @@ import pytest
 from whet.core.errors import WhetError
 from whet.report.run_view import RunView, TaskScore
 from whet.report.samples import LoggedSample, SamplePair
-from whet.report.summary import summarize_run
-from whet.report.terminal_report import score_line
+from whet.report.terminal_report import score_line, summarize_run
 
 MakeRun = Callable[..., Path]
 ALL_BUT_CONFIG = ("status", "ledger", "plan", "metrics", "samples", "certificate")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from whet.model.fp8.conversion import convert_to_fp8_
-from whet.run import model_builder
+from whet.run.models import model_builder
 from whet.training import precision
 
 Steps = Callable[[Path], list[dict[str, Any]]]

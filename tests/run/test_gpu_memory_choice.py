@@ -14,8 +14,8 @@ import torch
 
 from whet.config import Config, read_config
 from whet.execution import device_memory
-from whet.fit.memory_parts import GIB
-from whet.fit.search import fit
+from whet.fit.best_settings import fit
+from whet.fit.estimate import GIB
 from whet.model.load.builtin_models import builtin_folder
 from whet.run.lifecycle import run_training
 from whet.training import trainer

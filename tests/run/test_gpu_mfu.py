@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from whet.model.peak_flops import device_peak_flops
+from whet.model.flops import device_peak_flops
 
 pytestmark = pytest.mark.gpu
 

@@ -21,9 +21,8 @@ from whet.inference.inference_model import InferenceModel
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.pretrained import load_model
-from whet.run.load_models import load_inference_model
-from whet.run.serve_models import load_models_to_serve
-from whet.serve.start import make_serving_app
+from whet.run.models.load_models import load_inference_model, load_models_to_serve
+from whet.serve.app import make_serving_app
 
 pytestmark = pytest.mark.gpu
 

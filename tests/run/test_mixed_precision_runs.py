@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from whet.training import loss_scale
+from whet.training import precision
 
 Steps = Callable[[Path], list[dict[str, Any]]]
 
@@ -61,7 +61,7 @@ def test_they_continue_bit_for_bit(
 def test_an_overflow_of_fp16_leaves_the_step_out_and_halves_the_scale(
     whet: Callable[..., Any], shipped_recipe: str, tmp_path: Path, steps_of: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_scale, "_INITIAL_SCALE", 2.0**24)
+    monkeypatch.setattr(precision, "_INITIAL_SCALE", 2.0**24)
     folder = tmp_path / "run"
     ended = whet(
         "train", shipped_recipe, f"run.dir={folder}", "train.precision=fp16", "export.at_end=none", "train.steps=20"

@@ -15,9 +15,9 @@ from whet.core.errors import WhetError
 from whet.model.load.weight_files import locate_model
 from whet.registry.references import model_folder
 from whet.registry.registry import Registry
-from whet.run.model_reference import resolve_model_reference
+from whet.run.models.model_reference import resolve_model_reference
+from whet.run.models.register_model import add_model, run_reference
 from whet.run.multiprocess import require_consistent_ranks
-from whet.run.register_model import add_model, run_reference
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +154,7 @@ def test_files_that_are_gone_or_others_are_named(run: Path, whet: Any, recipe: s
 
 
 def test_a_run_that_was_trained_again_is_not_the_version(run: Path) -> None:
-    from whet.checkpoint.manifest import read_manifest, write_manifest
+    from whet.checkpoint.directory import read_manifest, write_manifest
 
     add_model("m", str(run))
     folder = run / "checkpoints" / "step-000012"

@@ -25,11 +25,11 @@ from whet.core.run_folder import RunFolder
 from whet.data.prepare.workers import notify_waiting
 from whet.model.load.builtin_models import builtin_folder
 from whet.run import data as run_data
-from whet.run import model_builder
 from whet.run.data import prepare_data
-from whet.run.model_builder import BackgroundModelLoader
+from whet.run.models import model_builder
+from whet.run.models.model_builder import BackgroundModelLoader
 from whet.run.resume import write_run_inputs
-from whet.training.timing import StartupTimer, startup_summary
+from whet.training.metrics import StartupTimer, startup_summary
 
 PARTS = ["import_s", "prepare_s", "load_s", "fit_s", "measure_s", "step_s"]
 
@@ -161,7 +161,7 @@ def test_an_error_of_the_thread_is_raised_by_model(recipe: str, tmp_path: Path) 
 
 SLOW = """
 import sys, time
-from whet.run import model_builder
+from whet.run.models import model_builder
 
 def slow(*_):
     print("loading", file=sys.stderr, flush=True)

@@ -67,7 +67,7 @@ MOMENTS = {
     "importing": ("whet.config:read_config", signal.SIGTERM, None),
     "preparing": ("whet.run.lifecycle:prepare_data", signal.SIGUSR1, None),
     "loading": ("whet.run.assemble:build_model", signal.SIGTERM, 0),
-    "checking": ("whet.run.model_builder:choose_packing", signal.SIGUSR1, 0),
+    "checking": ("whet.run.models.model_builder:choose_packing", signal.SIGUSR1, 0),
     "measuring": ("whet.run.assemble:evaluate_run", signal.SIGTERM, 0),
     "first step": ("whet.training.trainer:train_step", signal.SIGTERM, 1),
     "its last moment": ("whet.training.trainer:finish_step", signal.SIGTERM, 1),

@@ -10,8 +10,7 @@ import pytest
 
 from whet.config import read_config
 from whet.core.yaml import dump_yaml, parse_yaml
-from whet.run.resume import read_run_config
-from whet.run.variables import VariableHashes
+from whet.run.resume import VariableHashes, read_run_config
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz0123456789"
 PASSWORD = "correct horse battery"

@@ -20,7 +20,7 @@ from whet.core.costs import Costs, counted_costs, predicted_costs, write_usage
 from whet.core.heartbeat import PHASE
 from whet.core.notify import Notifier
 from whet.evaluation.training_losses import losses_of_step, read_training_losses
-from whet.run.loss_lists import ConversationLosses
+from whet.run.loss_lists import ConversationHistories
 from whet.run.monitor import RunMonitor
 from whet.run.step_losses import choose_start, step_conversations
 from whet.training.run_state import Run
@@ -37,7 +37,7 @@ def test_the_losses_of_conversations_add_up_to_the_loss_of_each_step(tiny_run: P
             mine = losses_of_step(records, line["step"])
             loss = (mine["loss"].astype(float) * mine["tokens"]).sum() / mine["tokens"].sum()
             assert loss == pytest.approx(line["loss"], rel=1e-6)
-    found = ConversationLosses.read(tiny_run)
+    found = ConversationHistories.read(tiny_run)
     assert (len(found.histories), found.total) == (48, 200)
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from made_runs import make_run, write_lock
 
-from whet.core.processes import ignores_signal, is_alive, process_tree
 from whet.core.run_folder import config_was_edited, read_owner, read_status
+from whet.core.signals import ignores_signal, is_alive, process_tree
 from whet.runs.control import cancel_run, stop_run
 from whet.runs.logs import follow_log
 from whet.runs.summary import summarize_run_folder
@@ -234,7 +234,7 @@ def test_cancel_ends_now(home: Path, trainer: Any, kind: str, kill: bool) -> Non
 def test_cancel_ends_the_supervisor_that_would_restart_the_run(home: Path, real_python: str) -> None:
     run = make_run(home / "runs/a", state=None)
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {TRAINER!r}, {str(run)!r}, 'hangs'])"
-    name = "from whet.core.processes import identify_process as name; os.environ['WHET_LAUNCH_PID'] = name(os.getpid())"
+    name = "from whet.core.signals import identify_process as name; os.environ['WHET_LAUNCH_PID'] = name(os.getpid())"
     code = f"import os; {name}\nwhile True: exec({child!r})"
     supervisor = subprocess.Popen([real_python, "-c", code], stdout=subprocess.DEVNULL)
     try:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from whet.search.place import TrialEnd, TrialRun
+from whet.search.trials import TrialEnd, TrialRun
 
 BEST_RATE = 3e-3
 

@@ -13,9 +13,9 @@ pytest.importorskip("optuna")
 
 from whet.config import read_config
 from whet.core.errors import ExitCode, WhetError
-from whet.search.place import TrialEnd
 from whet.search.results import collect_results, write_results
 from whet.search.search import open_search_folder, plan_search, preview, run_search
+from whet.search.trials import TrialEnd
 
 RANGES = (
     "train.optimizer.name={search: choice, values: [adamw, muon]}",

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.search.learning_rate import Finding, Probe, Validation, find_learning_rate, horizons
+from whet.search.learning_rate import LearningRateResult, Probe, ValidationBaseline, find_learning_rate, horizons
 from whet.training.config import ScheduleConfig
 from whet.training.schedule import in_fractions, lr_factor
 
@@ -23,7 +23,7 @@ STEPS, CONVERSATIONS = 1000, 40
 def made_curve(
     best: float, *, start: float, depth: float = 2.0, diverges_above: float = math.inf, noise: float = 0.02,
     conversations: int = CONVERSATIONS, limits: tuple[float, float] = (1e-9, 10.0), first_move: float = 42.0,
-) -> tuple[Finding, list[Probe]]:  # fmt: skip
+) -> tuple[LearningRateResult, list[Probe]]:  # fmt: skip
     """Probes of a run whose best rate is `best`, with the curve of probes of the tiny model: half is learned at a
     rate that falls to best / 20 as steps increase, higher rates soon learn all, and five times the best rate half."""
     generator = np.random.default_rng(0)
@@ -39,7 +39,7 @@ def made_curve(
         measured.append(Probe(lr, steps, steps, None if lr > diverges_above else losses * tokens))
         return measured[-1]
 
-    return find_learning_rate(measure, Validation(tokens, hard * tokens), STEPS, start, limits), measured
+    return find_learning_rate(measure, ValidationBaseline(tokens, hard * tokens), STEPS, start, limits), measured
 
 
 @settings(max_examples=5, deadline=None)
@@ -73,7 +73,7 @@ def test_the_proposal_does_not_follow_the_luck_of_high_rates() -> None:
             chance = generator.normal(0, 0.1) if lr * steps > 0.2 else 0.0
             return Probe(lr, steps, steps, (4 - gain + chance + generator.normal(0, 0.05, 60)) * tokens)
 
-        found.append(find_learning_rate(measure, Validation(tokens, 4.0 * tokens), STEPS, 1e-3).lr or 0.0)
+        found.append(find_learning_rate(measure, ValidationBaseline(tokens, 4.0 * tokens), STEPS, 1e-3).lr or 0.0)
     assert max(found) / min(found) < 1.2
 
 
@@ -100,7 +100,10 @@ def test_a_model_that_has_learned_all_gives_no_rate() -> None:
     """Losses fall by half, which is nothing in absolute terms."""
     tokens, before = np.full(60, 10), np.full(60, 0.004)
     finding = find_learning_rate(
-        lambda lr, n: Probe(lr, n, n, before / 2 if lr < 1e-3 else before * 2), Validation(tokens, before), STEPS, 1e-3
+        lambda lr, n: Probe(lr, n, n, before / 2 if lr < 1e-3 else before * 2),
+        ValidationBaseline(tokens, before),
+        STEPS,
+        1e-3,
     )
     assert finding.lr is None
 
@@ -108,7 +111,9 @@ def test_a_model_that_has_learned_all_gives_no_rate() -> None:
 def test_all_rates_equally_good() -> None:
     tokens = np.full(60, 10)
     before = np.full(60, 40.0)
-    finding = find_learning_rate(lambda lr, n: Probe(lr, n, n, before / 2), Validation(tokens, before), STEPS, 1e-3)
+    finding = find_learning_rate(
+        lambda lr, n: Probe(lr, n, n, before / 2), ValidationBaseline(tokens, before), STEPS, 1e-3
+    )
     assert finding.lr is None
     assert "equally good" in finding.reason
 

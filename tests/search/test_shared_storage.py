@@ -14,9 +14,9 @@ from curves import CurvePlace, planted_loss
 from postgresql import find_programs, postgresql
 
 from whet.core.errors import WhetError
-from whet.search.place import TrialRun
 from whet.search.results import collect_results
 from whet.search.search import open_search_folder, plan_search, run_search
+from whet.search.trials import TrialRun
 
 LR = "train.optimizer.lr={search: log, low: 1e-5, high: 1e-1, count: 6}"
 TRIALS = 6

@@ -18,9 +18,8 @@ from whet.inference.online_engine import NO_ADAPTERS
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.pretrained import load_model
-from whet.run.load_models import load_inference_model
-from whet.run.serve_models import LoadedModels
-from whet.serve.start import make_serving_app
+from whet.run.models.load_models import LoadedModels, load_inference_model
+from whet.serve.app import make_serving_app
 
 
 @pytest.fixture(scope="session")

@@ -20,11 +20,11 @@ from web_servers import http_client, running
 
 from whet.inference.inference_model import InferenceModel
 from whet.inference.online_engine import NO_ADAPTERS
-from whet.run.serve_models import LoadedModels
+from whet.run.models.load_models import LoadedModels
+from whet.serve.app import make_serving_app
 from whet.serve.requests import ChatRequest, CompletionRequest, parse_request
-from whet.serve.start import make_serving_app
 from whet.web import server as server_module
-from whet.web.guard import Rejection
+from whet.web.request_guard import Rejection
 
 GOOD: dict[str, Any] = {
     "model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 2,

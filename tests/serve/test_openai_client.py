@@ -16,9 +16,8 @@ from web_servers import running
 from whet.data.conversation import Message
 from whet.inference.inference_model import InferenceModel, Reply
 from whet.inference.sampling import Sampling
-from whet.run.load_models import load_inference_model
-from whet.run.serve_models import load_models_to_serve, model_names
-from whet.serve.start import make_serving_app
+from whet.run.models.load_models import load_inference_model, load_models_to_serve, model_names
+from whet.serve.app import make_serving_app
 
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
 

@@ -21,12 +21,10 @@ from whet.inference.inference_model import InferenceModel
 from whet.inference.online_engine import OnlineSequence
 from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer
-from whet.run.serve_models import load_models_to_serve
-from whet.serve.app import make_app
+from whet.run.models.load_models import load_models_to_serve
+from whet.serve.app import make_app, make_serving_app
 from whet.serve.endpoints import ServedModel
-from whet.serve.metrics import Metrics
-from whet.serve.service import GenerationService
-from whet.serve.start import make_serving_app
+from whet.serve.service import GenerationService, Metrics
 from whet.serve.tool_calls import (
     JsonCalls,
     NamedCalls,

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from whet.web.guard import App
+from whet.web.request_guard import App
 from whet.web.server import WebServer, bind, url_of
 
 if TYPE_CHECKING:

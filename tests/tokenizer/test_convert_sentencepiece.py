@@ -20,8 +20,8 @@ from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer, sentencepiece_file, stop_ids
 from whet.tokenizer import convert_sentencepiece
 from whet.tokenizer.convert_sentencepiece import to_fast_tokenizer
+from whet.tokenizer.named_templates import TurnMarker, TurnMarkers
 from whet.tokenizer.sentencepiece import BPE, UNIGRAM, load_processor, read_sentencepiece_model
-from whet.tokenizer.turn_markers import TurnMarker, TurnMarkers
 
 SentencePieceProcessor = pytest.importorskip("sentencepiece").SentencePieceProcessor
 

@@ -16,12 +16,12 @@ from torch import nn
 from tiny_architectures import tiny_model
 from whet.core.distributed import Ranks
 from whet.model.config import AdapterConfig
-from whet.model.effect import effect_summary, effect_warnings
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
+from whet.model.weight_effect import effect_summary, effect_warnings
 from whet.training.config import OptimizerConfig
-from whet.training.effect import EffectMeter, sketch
+from whet.training.effect_meter import EffectMeter, sketch
 from whet.training.optimizers.factory import build_optimizer
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whet.training.loss_scale import LossScaler
+from whet.training.precision import LossScaler
 
 
 def test_an_overflow_halves_it_and_a_long_calm_doubles_it() -> None:

@@ -13,9 +13,8 @@ from whet.core.console import ExponentialAverage
 from whet.data.loader import StepTotals
 from whet.model.flops import AttentionCost, StepFlops
 from whet.training import metrics
-from whet.training.metrics import RunTotals, StepSpeed, progress_note, step_metrics
+from whet.training.metrics import RunTotals, StepSpeed, StepTime, progress_note, step_metrics
 from whet.training.step import StepResult
-from whet.training.timing import StepTime
 
 
 def test_the_first_average_is_the_first_value_and_what_is_not_finite_is_passed_over() -> None:

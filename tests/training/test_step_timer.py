@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from whet.training import timing
-from whet.training.timing import StepTime, StepTimer
+from whet.training import metrics
+from whet.training.metrics import StepTime, StepTimer
 
 
 class Event:
@@ -38,7 +38,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
     def set_time(now: float) -> None:
         Event.now = now
-        monkeypatch.setattr(timing.time, "perf_counter", lambda: 500 + now)
+        monkeypatch.setattr(metrics.time, "perf_counter", lambda: 500 + now)
 
     return set_time
 

@@ -26,10 +26,10 @@ from whet.execution.cuda_graphs import compile_and_capture_count
 from whet.model.flops import AttentionCost, StepFlops
 from whet.training import faults, overlap, trainer
 from whet.training.guard import Guard
-from whet.training.loss_scale import LossScaler
 from whet.training.metrics import RunTotals
 from whet.training.optimizers.factory import build_optimizer
 from whet.training.output import RunOutput
+from whet.training.precision import LossScaler
 from whet.training.profiler import Profiler
 from whet.training.run_state import Intervals, Run
 from whet.training.step import StepResult

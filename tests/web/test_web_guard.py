@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.core.errors import WhetError
-from whet.web.guard import Guard, Limits
+from whet.web.request_guard import Limits, RequestGuard
 from whet.web.server import bind, require_token
 
 TOKEN = "0123456789abcdef0123"
@@ -38,7 +38,7 @@ def request(
     **options: Any,
 ) -> httpx.Response:
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(Guard(echo, token, limits or Limits()))
+        transport = httpx.ASGITransport(RequestGuard(echo, token, limits or Limits()))
         async with httpx.AsyncClient(transport=transport, base_url=base) as client:
             return await client.request(method, path, **options)
 
@@ -124,7 +124,7 @@ def test_a_client_that_stops_sending_or_reading_is_dropped() -> None:
 
     async def run(receive: Any, send: Any) -> None:
         scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"host", b"localhost")]}
-        await Guard(echo, limits=Limits(body_seconds=0.01, send_seconds=0.01))(scope, receive, send)
+        await RequestGuard(echo, limits=Limits(body_seconds=0.01, send_seconds=0.01))(scope, receive, send)
 
     async def forever(*_: Any) -> Any:
         await asyncio.Event().wait()
@@ -167,7 +167,7 @@ def test_websockets_are_closed() -> None:
     async def collect(event: Any) -> None:
         sent.append(event)
 
-    asyncio.run(Guard(echo)({"type": "websocket"}, None, collect))  # type: ignore[arg-type]
+    asyncio.run(RequestGuard(echo)({"type": "websocket"}, None, collect))  # type: ignore[arg-type]
     assert sent[0]["type"] == "websocket.close"
 
 
@@ -195,7 +195,7 @@ def test_any_headers_get_a_proper_answer_and_none_passes_without_the_token(
 
     pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers]
     scope = {"type": "http", "method": method, "path": "/", "headers": pairs}
-    asyncio.run(Guard(echo, TOKEN)(scope, empty, collect))
+    asyncio.run(RequestGuard(echo, TOKEN)(scope, empty, collect))
     assert sent[0]["status"] in (401, 413)
     assert b"".join(name for name, _ in sent[0]["headers"])
     if sent[0]["status"] == 401 and not sent[1]["body"].startswith(b"<!doctype"):

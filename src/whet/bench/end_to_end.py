@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import whet
-from whet.bench import child_process
+from whet.bench import runner
 from whet.bench.contenders import Contender, whet_contender
 from whet.bench.runner import ContenderError, exit_code, json_error, open_output_folder, require_success
 from whet.config import Config, read_config
@@ -149,14 +149,14 @@ def stage_seconds(began: float, ends: Sequence[tuple[str, float]]) -> dict[str, 
     return seconds
 
 
-_Ended = tuple[child_process.ProcessResult, _Round]
+_Ended = tuple[runner.ProcessResult, _Round]
 
 
 def _run_whet(contender: Contender, out: Path, environment: Mapping[str, str], device: str) -> _Ended:
     """`whet train`; its stages are in status.json and metrics.jsonl."""
     shutil.rmtree(out / "whet", ignore_errors=True)
     command = [contender.python, "-m", "whet", "train", str(out / "whet.yaml"), "--json"]
-    ended = child_process.run_process(command, out / "whet.log", environment)
+    ended = runner.run_process(command, out / "whet.log", environment)
     require_success(ended, out / "whet.log", json_error(ended.out))
     status = read_hashed_json(out / "whet" / "status.json")
     lines = read_json_lines(out / "whet" / "metrics.jsonl")[0]
@@ -190,7 +190,7 @@ def _run_trl(contender: Contender, out: Path, environment: Mapping[str, str], de
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         environment = {**environment, "CUDA_VISIBLE_DEVICES": first}
     command = [contender.python, str(contender.script.with_name("trl_end_to_end.py")), str(settings)]
-    ended = child_process.run_process(command, out / "trl.log", environment)
+    ended = runner.run_process(command, out / "trl.log", environment)
     found: dict[str, Any] = read_json(result) if result.exists() else {}
     require_success(ended, out / "trl.log", found.get("error"))
     return ended, _Round(found["ends"], found["steps"], found["val_loss"])

@@ -1,18 +1,21 @@
-"""The benchmark: prepare the workload, run each contender in turn, write bench.json and bench.md."""
+"""The benchmark: prepare the workload, run each contender in a process of its own, write bench.json and bench.md."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import whet
-from whet.bench import child_process
 from whet.bench.contenders import (
     Contender,
     needs_weight_files,
@@ -21,13 +24,13 @@ from whet.bench.contenders import (
     peer_notes,
     whet_contender,
 )
-from whet.bench.random_weights import delete_weights
 from whet.bench.results import StepTimings, compute_throughput, results_markdown, step_variation, variation_warnings
-from whet.bench.workload import BenchInputs, BenchSettings, prepare_inputs
+from whet.bench.workload import BenchInputs, BenchSettings, delete_weights, prepare_inputs
 from whet.config import Config, read_config
 from whet.core.console import info
 from whet.core.errors import ExitCode, RunFailedError, WhetError
 from whet.core.files import atomic_write, read_json, read_json_lines, require_disk_space, write_json
+from whet.core.signals import collect_stop_signals, raise_on_stop_signals
 from whet.core.yaml import dump_yaml
 
 _BYTES_PER_WEIGHT = {"bf16": 2, "fp32": 4}
@@ -134,7 +137,7 @@ def _measure_contender(
 def _run_whet(contender: Contender, out: Path, overrides: Sequence[str]) -> tuple[float, dict[str, Any]]:
     """`whet train --dry-run`, which saves no weights; the numbers come from its metrics.jsonl."""
     command = [contender.python, "-m", "whet", "train", str(out / "whet.yaml"), *overrides, "--dry-run", "--json"]
-    ended = child_process.run_process(command, out / "whet.log", contender.environment())
+    ended = run_process(command, out / "whet.log", contender.environment())
     require_success(ended, out / "whet.log", json_error(ended.out))
     run = Path(json.loads(ended.out)["run"])
     lines = [line for line in read_json_lines(run / "metrics.jsonl")[0] if "step_s" in line]
@@ -169,7 +172,7 @@ def _run_peer(
         },
     )  # fmt: skip
     command = [contender.python, str(contender.script), str(settings_file)]
-    ended = child_process.run_process(command, out / f"{name}.log", contender.environment())
+    ended = run_process(command, out / f"{name}.log", contender.environment())
     found: dict[str, Any] = read_json(result) if result.exists() else {}
     require_success(ended, out / f"{name}.log", found.get("error"))
     return ended.began, found | {"config": f"{name}.yaml"}
@@ -181,17 +184,17 @@ def _write_weight_files(settings: BenchSettings, inputs: BenchInputs, out: Path)
     size = inputs.flops.weights * _BYTES_PER_WEIGHT[settings.weights]
     require_disk_space(out, size, "random weights for peers that load files")
     info(f"writing {size / 2**30:.1f} GiB of random weights for peers that load files; they are deleted at the end")
-    command = [sys.executable, "-m", "whet.bench.random_weights", str(inputs.model), settings.weights]
-    ended = child_process.run_process(command, out / "weights.log", whet_contender().environment())
+    command = [sys.executable, "-m", "whet.bench.workload", str(inputs.model), settings.weights]
+    ended = run_process(command, out / "weights.log", whet_contender().environment())
     if ended.code:
-        raise RunFailedError(f"random weights could not be written: {child_process.last_log_line(out / 'weights.log')}")
+        raise RunFailedError(f"random weights could not be written: {last_log_line(out / 'weights.log')}")
 
 
-def require_success(ended: child_process.ProcessResult, log: Path, error: str | None) -> None:
+def require_success(ended: ProcessResult, log: Path, error: str | None) -> None:
     """Raise a ContenderError if a process failed: with its error, if it wrote one, or the last line of its log."""
     if ended.code or error:
         died = f"killed by {ended.killed_by}" if ended.killed_by else None
-        raise ContenderError(error or died or child_process.last_log_line(log) or f"exit code {ended.code}")
+        raise ContenderError(error or died or last_log_line(log) or f"exit code {ended.code}")
 
 
 def json_error(out: str) -> str | None:
@@ -222,3 +225,71 @@ def _add_ratios(result: dict[str, Any]) -> None:
 def exit_code(ours: dict[str, Any]) -> ExitCode:
     """It depends on whet's own run only."""
     return ExitCode.DONE if ours["state"] == "measured" else ExitCode.FAILED
+
+
+# Child processes of the benchmark: stderr goes to a log, and they end with their parent.
+
+_TERMINATE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessResult:
+    """The exit code, the times and the output of a process."""
+
+    code: int
+    began: float
+    """Unix time."""
+    seconds: float
+    out: str
+
+    @property
+    def killed_by(self) -> str | None:
+        """The name of the signal that ended it, if one did."""
+        return signal.Signals(-self.code).name if self.code < 0 else None
+
+
+def run_process(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> ProcessResult:
+    """Run a command to its end; stderr goes to `log`. Ctrl-C and SIGTERM end it together with this process."""
+    signals: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+    with log.open("wb") as stderr, raise_on_stop_signals():
+        began = time.time()
+        try:
+            # a signal between the start of the process and the assignment would leave it running
+            with collect_stop_signals(signals, lambda: None):
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env=dict(environment),
+                    start_new_session=True,
+                )  # fmt: skip
+            if signals:
+                raise KeyboardInterrupt
+            out, _ = process.communicate()
+        except BaseException:
+            if process is not None:
+                _terminate(process)
+            raise
+        finally:
+            if process is not None:
+                _signal_group(process, signal.SIGKILL)  # leftover workers would disturb the next contender
+    return ProcessResult(process.returncode, began, time.time() - began, out.decode(errors="replace"))
+
+
+def last_log_line(log: Path) -> str:
+    """The last non-empty line of a log; of a traceback, the error."""
+    lines = [line.strip() for line in log.read_text(errors="replace").replace("\r", "\n").splitlines()]
+    return next((line for line in reversed(lines) if line), "")
+
+
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    _signal_group(process, signal.SIGTERM)
+    try:
+        process.wait(_TERMINATE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        _signal_group(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Signal the process and everything it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,35 @@ def token_flops(shape: Any, settings: BenchSettings, lengths: list[int]) -> Toke
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     attention = attention_flops_per_token(text.num_hidden_layers, heads, width, lengths)
     return TokenFlops(weights, weights - round(inactive), attention, settings.is_adapter)
+
+
+# Random weights as files, for tools that need files: `python -m whet.bench.workload FOLDER DTYPE`.
+#
+# Runs in its own process, so that no contender's time or memory includes it.
+
+_WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+
+
+def write_random_weights(folder: Path, dtype: str) -> None:
+    """Write weights for the config.json in `folder`, next to it."""
+    import torch
+
+    from whet.model.config import ModelConfig
+    from whet.model.load.pretrained import load_model
+    from whet.model.load.random_models import RANDOM_PREFIX
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    weights_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    model = load_model(ModelConfig(path=f"{RANDOM_PREFIX}{folder}"), weights_dtype, accelerator)
+    model.save_pretrained(folder)  # type: ignore[operator]
+
+
+def delete_weights(folder: Path) -> None:
+    """Delete the weights: 16 GB for an 8B model, and easily created again."""
+    for pattern in _WEIGHT_PATTERNS:
+        for file in folder.glob(pattern):
+            file.unlink()
+
+
+if __name__ == "__main__":
+    write_random_weights(Path(sys.argv[1]), sys.argv[2])

@@ -27,7 +27,7 @@ VERBS = {
     "fit": "Find the fastest settings that fit into this GPU's memory.",
     "train": "Fine-tune a model with the settings of a recipe.",
     "launch": "Train on all devices of this machine, or of several machines, with restarts after a crash.",
-    "search": "Find good values for settings: write ranges where values stand, such as lr: {search: log, low: 1e-6, "
+    "search": "Find good values for settings: write ranges in place of values, such as lr: {search: log, low: 1e-6, "
     "high: 1e-4}.",
     "eval": "Evaluate a run or a model: loss, perplexity, bits per byte, token accuracy, tasks with confidence "
     "intervals.",
@@ -39,15 +39,17 @@ VERBS = {
     "dash": "Show runs in a browser while they train: curves, conversations behind every point, comparisons, chat.",
     "bench": "Measure training speed and memory on this machine, also of other tools.",
     "config": "List every setting with its type, default and meaning.",
-    "doctor": "Show what this machine has, which back-ends will serve, and what is missing with the line that installs "
-    "it.",
+    "doctor": "Show hardware and libraries of this machine, the back-ends whet will use, and how to install what is "
+    "missing.",
     "runs": "List, compare, follow, stop and resume runs.",
-    "import": "Bring checkpoints and configurations of other programs.",
+    "import": "Import checkpoints and configurations of other programs.",
     "models": "Models by name, version and alias.",
 }
 """The first sentence of each verb's docstring. With it, `whet --help` imports no verb, which takes 0.07 s."""
-_MODULES = {"eval": "evaluate", "import": "import_"}
-"""Where a verb's file has another name."""
+_MODULES = {"eval": "evaluate", "import": "import_"} | {
+    name: f"preflight.{name}" for name in ("check", "doctor", "fit", "init", "inspect", "prepare")
+}
+"""Where a verb's file has another name, or is in a folder."""
 
 
 class _Verbs(MutableMapping[str, Any]):
@@ -77,14 +79,14 @@ class _Verbs(MutableMapping[str, Any]):
 
 
 def _build_verb(name: str) -> Any:
-    file = _MODULES.get(name, name)
-    module = importlib.import_module(f"whet.cli.{file}")
+    path = _MODULES.get(name, name)
+    module = importlib.import_module(f"whet.cli.{path}")
     alone = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False, add_completion=False)
     alone.callback()(whet)  # makes it a group, of this one verb
     if hasattr(module, "app"):
         alone.add_typer(module.app)
     else:
-        alone.command(name, cls=getattr(module, "LaunchCommand", None))(getattr(module, file))
+        alone.command(name, cls=getattr(module, "LaunchCommand", None))(getattr(module, path.rpartition(".")[2]))
     return typer.main.get_command(alone).commands[name]  # type: ignore[attr-defined]
 
 

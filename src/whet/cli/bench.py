@@ -83,7 +83,7 @@ def bench(
         typer.Option(
             metavar="RECIPE",
             help="Compare whole runs of a recipe instead, from the command to the exported model, stage by stage; with "
-            "--peers trl beside TRL's own script. Each tool runs twice: with empty caches, then again.",
+            "--peers trl also TRL's own script. Each tool runs twice: with empty caches, then again.",
         ),
     ] = None,
     rounds: Annotated[

@@ -57,7 +57,7 @@ def chat(
         bool, typer.Option("--explain", help="Show the probability of each token and its most likely alternatives.")
     ] = False,
     calculator: Annotated[
-        bool, typer.Option("--calculator", help="Answer the model's calls of a calculator tool.")
+        bool, typer.Option("--calculator", help="Run the calculator when the model calls it.")
     ] = False,
     load: LoadOption = "auto",
     quiet: QuietOption = False,
@@ -69,7 +69,7 @@ def chat(
     from whet.inference.chat import answer_conversations, generate_unconditional, read_prompts
     from whet.inference.sampling import Sampling
     from whet.model.lora.adapter_folder import parse_adapter_options
-    from whet.run.load_models import load_chat_models
+    from whet.run.models.load_models import load_chat_models
 
     given = [name for name, value in (("--prompt", prompt), ("--prompts", prompts)) if value is not None]
     given += ["--unconditional"] * unconditional

@@ -115,7 +115,7 @@ def confirm(question: str, yes: bool) -> None:
 
 def _fail(error: WhetError, as_json: bool) -> None:
     from whet.core import console
-    from whet.core.error_report import write_torchelastic_error
+    from whet.core.heartbeat import write_torchelastic_error
 
     rank, message = launch_env.rank(), mask_secrets(str(error))
     write_torchelastic_error(message)

@@ -39,7 +39,7 @@ def dash(
     from whet.dash.app import LIMITS, create_app
     from whet.dash.live import Feeds
     from whet.runs.find import RUNS_FOLDER
-    from whet.web.guard import Guard
+    from whet.web.request_guard import RequestGuard
     from whet.web.server import WebServer, bind, require_token, url_of
 
     root = RUNS_FOLDER if folder is None else user_path(folder)
@@ -57,7 +57,7 @@ def dash(
         info(f"shows the runs in {root}; Ctrl-C ends it")
 
     feeds = Feeds()
-    WebServer(Guard(create_app(root, feeds), token, LIMITS, frozenset()), 2, show, feeds.close).run([listener])
+    WebServer(RequestGuard(create_app(root, feeds), token, LIMITS, frozenset()), 2, show, feeds.close).run([listener])
 
 
 def _bind_free_port(host: str) -> socket.socket:

@@ -30,8 +30,7 @@ def demo(
     from whet.model.load.builtin_models import download_builtin
     from whet.report.run_reports import write_report
     from whet.report.run_view import RunView
-    from whet.report.summary import result_json
-    from whet.report.terminal_report import before_after_table, draw_loss_curve
+    from whet.report.terminal_report import before_after_table, draw_loss_curve, result_json
 
     recipe = Path(str(importlib.resources.files("whet") / "recipes" / "demo.yaml"))
     config = read_config(recipe).with_folder(folder)

@@ -40,7 +40,7 @@ def evaluate(
     from whet.core.console import print_result
     from whet.inference.comparison import format_results
     from whet.run import eval_command
-    from whet.run.lm_eval_harness import run_lm_eval
+    from whet.run.eval_command import run_lm_eval
 
     if lm_eval is not None:
         result = run_lm_eval(model, lm_eval, overrides or [])

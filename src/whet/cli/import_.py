@@ -10,7 +10,7 @@ import typer
 
 from whet.cli.common import JsonOption, QuietOption, cli_command
 
-app = typer.Typer(name="import", help="Bring checkpoints and configurations of other programs.", no_args_is_help=True)
+app = typer.Typer(name="import", help="Import checkpoints and configurations of other programs.", no_args_is_help=True)
 
 
 class ImportKind(StrEnum):
@@ -69,16 +69,16 @@ def config(
         typer.Argument(
             metavar="[KIND] FILE",
             help="The configuration; KIND is determined, deepspeed, neox, nanochat, mindspeed, trl, axolotl or "
-            "llamafactory. Without it, whet tells by the keys.",
+            "llamafactory. Without it, whet detects it from the keys.",
             show_default=False,
         ),
     ],
     onto: Annotated[
         Path | None,
-        typer.Option("--onto", metavar="RECIPE", help="Add it to this recipe, whose values it replaces."),
+        typer.Option("--onto", metavar="RECIPE", help="Merge into this recipe; imported values replace its own."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="The new recipe. Absent: it goes to stdout.")
+        Path | None, typer.Option("--out", metavar="FILE", help="Where to write the recipe; default: stdout.")
     ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,

@@ -64,13 +64,15 @@ def launch(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Print the command, Slurm's script, or the objects of Kubernetes, and run nothing."
+            "--dry-run", help="Print the command, the Slurm script or the Kubernetes objects, and run nothing."
         ),
     ] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Slurm: wait for the run's end, and exit as it does.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Slurm: wait until the run ends, and exit with its code.")
+    ] = False,
     chain: Annotated[
         int,
-        typer.Option(min=1, metavar="N", help="Slurm: N jobs, each continues when the one before has ended."),
+        typer.Option(min=1, metavar="N", help="Slurm: submit N jobs; each continues where the previous one ended."),
     ] = 1,
     then: Annotated[
         str | None, typer.Option(metavar="VERB", help="Slurm: a job after the run, such as 'eval {run}'.")
@@ -89,11 +91,11 @@ def launch(
     A run that crashes continues from its newest checkpoint, up to launch.max_restarts times. For several machines
     (launch.nodes, launch.rendezvous), start the same command on each. Ctrl-C, SIGTERM, SIGUSR1, SIGHUP save and stop.
 
-    With --on slurm a job does that on the nodes of launch.nodes, with the settings under launch.slurm.
-    With --on kubernetes --dry-run, whet prints objects for `kubectl apply -f -`; it submits nothing there itself.
+    With --on slurm, whet submits a job for launch.nodes nodes with the settings under launch.slurm.
+    With --on kubernetes --dry-run, it prints objects for `kubectl apply -f -`; it never submits them itself.
 
-    After `--`, a verb of whet runs as a Slurm job instead (`--on slurm -- eval runs/my`), and a program is started and
-    restarted as a run is, here or on Slurm (`-- python my_trainer.py`).
+    After `--`, give a verb of whet to run as a Slurm job (`--on slurm -- eval runs/my`), or a program of your own to
+    launch and restart like a run, here or on Slurm (`-- python my_trainer.py`).
     """
     from whet.cli.launch_verb import LaunchOptions, launch_notebook, launch_verb_or_program
     from whet.config import read_config

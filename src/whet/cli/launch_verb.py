@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.cli.prepare import parse_shard
+from whet.cli.preflight.prepare import parse_shard
 from whet.core.display import is_valid_text
 from whet.core.errors import ExitCode, UsageError, WhetError
 
@@ -143,8 +143,7 @@ def _with_recipe_copy(call: VerbCall, config: Config, folder: Path, dry_run: boo
 
 def _launch_program(words: Sequence[str], verbs: Sequence[str], options: LaunchOptions) -> dict[str, Any]:
     from whet.core.console import info, print_error, print_result
-    from whet.launch.local import format_command, make_launch_job
-    from whet.launch.program import program_name, resolve_program
+    from whet.launch.local import format_command, make_launch_job, program_name, resolve_program
     from whet.launch.slurm_jobs import job_folder, plain_name
     from whet.launch.slurm_script import SlurmJob
     from whet.launch.supervise import supervise

@@ -85,14 +85,16 @@ def add(
     ],
     run: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="The run of an export outside of it, for the lineage.", show_default=False),
+        typer.Option(
+            metavar="RUN", help="The run of an export that is outside its folder, for the lineage.", show_default=False
+        ),
     ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Add the exported model of a run as a new version. Its files stay where they are."""
     from whet.core.console import print_result
-    from whet.run.register_model import add_model
+    from whet.run.models.register_model import add_model
 
     version = add_model(name, source, run)
     if not as_json:
@@ -159,7 +161,7 @@ def alias(
 @cli_command
 def note(
     reference: ReferenceArgument,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The note; it is added to those before.")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The note; earlier ones stay.")],
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def compare(runs: RunsArgument, as_json: JsonOption = False) -> dict[str, Any]:
     """
     from whet.core.console import print_result, warn
     from whet.runs.compare import compare_runs, read_compared
-    from whet.runs.compare_text import format_comparison
+    from whet.runs.text import format_comparison
 
     if len(runs) < 2:
         raise UsageError("compare needs two runs or more: whet runs compare A B")
@@ -134,7 +134,7 @@ def logs(
     rank: Annotated[int | None, typer.Option(min=0, metavar="N", help="The log of this process of the run.")] = None,
     as_json: JsonOption = False,
 ) -> dict[str, Any] | None:
-    """Print what a run has printed: the output of its newest Slurm job, or the log of its first process."""
+    """Print the log of a run: the output of its newest Slurm job, or the log of its first process."""
     from whet.core.console import print_result
     from whet.runs.find import resolve_run
     from whet.runs.logs import find_log, follow_log, read_log
@@ -157,9 +157,9 @@ def logs(
 @app.command()
 @cli_command
 def stop(runs: RunsArgument, quiet: QuietOption = False, as_json: JsonOption = False) -> dict[str, Any]:
-    """Let runs save a checkpoint and end, and wait for it. Works from every machine that shares their folder.
+    """Stop runs after a checkpoint, and wait until they have ended. Works from every machine that shares their folder.
 
-    Queued jobs of a run are removed, those that would continue it too.
+    Their queued Slurm jobs are cancelled, too.
     """
     from whet.core.console import info
     from whet.runs.control import stop_run
@@ -175,7 +175,7 @@ def cancel(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """End runs now, and remove all of their Slurm jobs. Their last checkpoint stays good."""
+    """End runs now, and cancel all of their Slurm jobs. Their last checkpoint stays valid."""
     from whet.core.console import info
     from whet.runs.control import cancel_run
 
@@ -248,7 +248,7 @@ def rename(
 @app.command()
 @cli_command
 def delete(runs: RunsArgument, yes: YesOption = False, as_json: JsonOption = False) -> dict[str, Any]:
-    """Delete runs with their checkpoints and exports, after a question. A run that is queued or running is refused."""
+    """Delete runs with their checkpoints and exports, after a confirmation. Queued and running runs are refused."""
     from whet.core.console import info
     from whet.runs.control import delete_run, folder_size, require_idle
 

@@ -38,20 +38,19 @@ def search(
     ] = SearchTarget.LOCAL,
     lr: Annotated[
         bool,
-        typer.Option("--lr", help="Propose a learning rate from short probes; less than the tokens of one run."),
+        typer.Option("--lr", help="Propose a learning rate from short probes; uses fewer tokens than one run."),
     ] = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """Find good values for settings: write ranges where values stand, such as lr: {search: log, low: 1e-6, high: 1e-4}.
+    """Find good values for settings: write ranges in place of values, such as lr: {search: log, low: 1e-6, high: 1e-4}.
 
     Every trial is an ordinary run in the search's folder; those that fall behind stop early. At the end, best.yaml
-    there is the recipe of the best trial. Ctrl-C stops trials with checkpoints; --resume continues. With a section
-    `script` instead of a recipe, trials are a script of yours with WhetCallback (docs/search.md).
+    there is the recipe of the best trial. Ctrl-C saves checkpoints and stops; --resume continues. With a section
+    `script` instead of a recipe, each trial runs your own script with WhetCallback (docs/search.md).
 
-    With --lr, no range is needed: several learning rates are trained for a short time from one checkpoint, compared on
-    the same conversations, and one is proposed, unless the difference is too small to tell. torchrun can start it, as
-    it can start `whet train`.
+    With --lr, no range is needed: whet trains briefly with several learning rates from one checkpoint, compares them on
+    the same conversations, and proposes one, unless the difference is too small to tell. It also runs under torchrun.
     """
     if lr and preview:
         raise UsageError("--lr prints how long its probes are before it trains them: remove --preview")
@@ -92,8 +91,7 @@ def _run(plan: SearchPlan, resume: bool, on_slurm: bool, as_json: bool) -> dict[
     import contextlib
 
     from whet.core.console import info, warn
-    from whet.search.page import write_page
-    from whet.search.results import collect_results, write_results
+    from whet.search.results import collect_results, write_page, write_results
     from whet.search.search import make_place, open_search_folder, run_search
 
     with open_search_folder(plan, resume):

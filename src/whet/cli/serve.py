@@ -40,8 +40,8 @@ def serve(
     - or `ollama create NAME -f RUN/exports/gguf/Modelfile`
     """
     from whet.core.console import info
-    from whet.run.serve_models import load_models_to_serve
-    from whet.serve.start import make_serving_app, run_server
+    from whet.run.models.load_models import load_models_to_serve
+    from whet.serve.app import make_serving_app, run_server
     from whet.web.server import bind, require_token, url_of
 
     token = require_token(host)

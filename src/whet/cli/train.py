@@ -81,7 +81,7 @@ def train(
             with import_without_gc():  # after the recipe is read: a mistake in it is reported at once
                 from whet.run import trial
                 from whet.run.lifecycle import run_training
-                from whet.run.model_reference import resolve_model_reference
+                from whet.run.models.model_reference import resolve_model_reference
 
             config = resolve_model_reference(config)
             if smoke:
@@ -106,8 +106,7 @@ def _report(folder: Path, smoke: bool, dry_run: bool, was_finished: bool) -> dic
     from whet.core.costs import counted_costs, predicted_costs
     from whet.report.run_reports import write_report
     from whet.report.run_view import RunView
-    from whet.report.summary import result_json
-    from whet.report.terminal_report import score_line
+    from whet.report.terminal_report import result_json, score_line
     from whet.run import trial
 
     view = RunView.read(folder)

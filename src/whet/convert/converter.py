@@ -11,15 +11,14 @@ from torch import Tensor
 
 from whet.convert.dcp import DcpCheckpoint
 from whet.convert.foreign_checkpoint import ForeignCheckpoint, TargetTensor, expected_shapes
-from whet.convert.nanochat import NanochatCheckpoint
-from whet.convert.nanochat_tokenizer import find_tokenizer_pickle, load_nanochat_tokenizer
+from whet.convert.nanochat import NanochatCheckpoint, find_tokenizer_pickle, load_nanochat_tokenizer
 from whet.convert.neox import NeoXCheckpoint
 from whet.core.checksums import write_hashed_json
 from whet.core.console import info, silence_libraries, warn
 from whet.core.errors import RunFailedError, WhetError, first_line, os_error
 from whet.core.files import atomic_dir, hash_file, require_disk_space, user_path
 from whet.exporting.dtypes import export_dtype_of
-from whet.exporting.safetensors_writer import StreamingSafetensorsWriter
+from whet.exporting.hf_folder import StreamingSafetensorsWriter
 from whet.exporting.spec import ExportFindings
 from whet.exporting.trained_model import compute_logits
 from whet.exporting.verification import compare_logits

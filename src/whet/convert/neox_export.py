@@ -17,10 +17,10 @@ from torch import Tensor
 from whet.convert.converter import convert_checkpoint
 from whet.convert.neox import NeoXCheckpoint
 from whet.core.errors import WhetError, first_line
-from whet.exporting.effect import LoadedWeights, compare_weights
 from whet.exporting.hf_folder import verify_tokenizer_and_stops, write_configs
 from whet.exporting.spec import ExportFindings, ExportSpec
 from whet.exporting.trained_model import compute_logits
+from whet.exporting.weight_comparison import LoadedWeights, compare_weights
 
 _VOCAB_MULTIPLE = 128  # make_vocab_size_divisible_by
 _TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")

@@ -1,4 +1,4 @@
-"""Text for people: control characters are shown escaped, secrets are masked; and what counts as text. No torch.
+"""Text for people: control characters escaped, secrets masked; what counts as text; curves as text. No torch.
 
 `escape_controls` is for everything that is shown, whatever its origin: data, answers, file names, messages.
 `mask_secrets` is for messages, logs and reports, never for data or answers.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -137,3 +139,30 @@ def is_valid_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+_BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+
+
+def sparkline(values: list[float | None], width: int, ascii_only: bool = False) -> str:
+    """The values as one line of at most `width` characters, each the mean of its part; a gap where none is finite."""
+    if width < 1 or not values:
+        return ""
+    count = min(width, len(values))
+    edges = [len(values) * i // count for i in range(count + 1)]
+    means: list[float | None] = []
+    for start, end in pairwise(edges):
+        known = [value for value in values[start:end] if value is not None and math.isfinite(value)]
+        means.append(sum(value / len(known) for value in known) if known else None)  # a sum could overflow
+    finite = [mean for mean in means if mean is not None]
+    low = min(finite, default=0.0)
+    span = max(finite, default=0.0) / 2 - low / 2  # halves, because the difference of two floats may be infinite
+    bars = _ASCII_BARS if ascii_only else _BARS
+
+    def bar(mean: float | None) -> str:
+        if mean is None:
+            return " "
+        share = (mean / 2 - low / 2) / span if span > 0 else 0.0
+        return bars[min(len(bars) - 1, int(share * len(bars)))]
+
+    return "".join(map(bar, means))

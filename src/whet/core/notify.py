@@ -1,4 +1,4 @@
-"""Messages about a run to the outside: a POST to a URL, or a shell command. They never harm the run: each is sent in a
+"""Messages about a run to the outside: a POST to a URL, or a shell command. They never stop the run: each is sent in a
 thread of its own, for at most half a minute, and a failure is a warning."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Notifier:
         except Exception as error:  # whatever it is, the run goes on
             failure = f"{type(error).__name__}: {first_line(error)}"
         if failure:
-            warn(f"run.notify: {name} was not told that the run {message['event']} ({mask_secrets(failure)})")
+            warn(f"run.notify: cannot notify {name} that the run {message['event']} ({mask_secrets(failure)})")
 
     def _post(self, url: str, message: dict[str, Any]) -> str | None:
         body = json.dumps(message).encode()

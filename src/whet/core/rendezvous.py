@@ -52,7 +52,7 @@ class StartBarrier:
     host: str
     port: int
     name: str
-    """Of the run: two runs at one address are told apart by it."""
+    """Of the run: it distinguishes two runs at one address."""
     count: int
     """How many processes must come."""
     what: str = "machines"

@@ -26,13 +26,13 @@ from whet.core.display import mask_secrets
 from whet.core.errors import WhetError, os_error
 from whet.core.files import atomic_write, clear_leftovers, delete_atomically, hash_json, move_aside
 from whet.core.heartbeat import PHASE, format_age
-from whet.core.processes import holds_open, identify_process, machine_id
+from whet.core.signals import holds_open, identify_process, machine_id
 
 RUN_FORMAT = 1
 """The version of the run folder that this code writes, and the newest that it reads."""
 
 VARIABLES_FILE = "variables.json"
-"""Hashes of the settings that come from environment variables; see run/variables.py."""
+"""Hashes of the settings that come from environment variables; see run/resume.py."""
 
 SUPERVISOR_VARIABLE = "WHET_LAUNCH_PID"
 """Environment variable with the identity of the `whet launch` that restarts this process."""

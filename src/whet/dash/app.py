@@ -9,28 +9,32 @@ from collections.abc import AsyncIterator
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Query
 from starlette.responses import Response
 
 import whet
+from whet.core.display import mask_secrets
+from whet.core.errors import WhetError
+from whet.core.run_folder import parse_run_reference
 from whet.dash.actions import resume, stop
-from whet.dash.comparison import compare
 from whet.dash.conversations import conversations_of_step, loss_histories, one_document
-from whet.dash.curves import AxisName, read_curves
-from whet.dash.data_routes import add_data_routes
+from whet.dash.curves import AxisName, MetricsFile, read_curves
 from whet.dash.live import Feeds, TooManyClientsError, poll_list, poll_run
-from whet.dash.metrics_file import MetricsFile
-from whet.dash.model_process import ModelProcess
-from whet.dash.model_routes import RunBody, add_model_routes
-from whet.dash.registry_view import registered_models
+from whet.dash.model_routes import ModelProcess, RunBody, add_model_routes
 from whet.dash.responses import add_error_handlers, file_response, json_response, require_page, stream_response
 from whet.dash.run_details import describe_run, ledger_lines, log_tail, summary_json
 from whet.dash.runs_folder import NotFoundError, RunsFolder
+from whet.dash.searches import describe_search, find_searches
+from whet.dash.store_browser import browse, histograms, near_duplicates
 from whet.evaluation.training_losses import LossPattern
+from whet.registry.registry import Registry
 from whet.report.charts import smoothing_beta
-from whet.web.guard import Limits
+from whet.report.run_view import RunView
+from whet.runs.compare import ComparedRun, compare_runs
+from whet.runs.text import format_difference
+from whet.web.request_guard import Limits
 
 RunName = Annotated[str, Query(alias="run", max_length=1000)]
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -59,7 +63,7 @@ class MetricsFiles:
 
 
 def create_app(root: Path, feeds: Feeds) -> FastAPI:
-    """The application that shows the runs in a folder; `whet.web.guard` decides who may send it requests."""
+    """The application that shows the runs in a folder; `whet.web.request_guard` decides who may send it requests."""
     csrf = secrets.token_urlsafe(24)
     processes = ModelProcess(), ModelProcess()
 
@@ -220,3 +224,90 @@ def _static(path: str) -> Response:
     if asset is None:
         return json_response({"error": "no such file"}, 404)
     return file_response(*asset)
+
+
+# Runs side by side, as `whet runs compare` shows them.
+
+MAX_RUNS = 12
+
+
+def compare(folders: RunsFolder, references: list[str]) -> dict[str, Any]:
+    """Settings that differ, final metrics, and paired differences from the first run. NAME@best and NAME@STEP work."""
+    if not 2 <= len(references) <= MAX_RUNS:
+        raise WhetError(f"compare needs 2 to {MAX_RUNS} runs, not {len(references)}")
+    runs = [_compared(folders, reference) for reference in references]
+    result = compare_runs(runs)
+    settings = {key: [_masked(value) for value in values] for key, values in result["settings"].items()}
+    sentences = [mask_secrets(format_difference(found)) for found in result["paired"]]
+    return {**result, "settings": settings, "sentences": sentences}
+
+
+def _compared(folders: RunsFolder, reference: str) -> ComparedRun:
+    path, which = parse_run_reference(reference) if "@" in reference else (reference, "latest")
+    name = str(path)
+    folder = folders.find(name)
+    return ComparedRun(reference, RunView.read(folder), folders.summary(name).state.name, which)
+
+
+def _masked(value: Any) -> Any:
+    return mask_secrets(value) if isinstance(value, str) else value
+
+
+# The registry of models, for the list of runs.
+
+_MAX_MODELS = 200
+
+
+def registered_models() -> list[dict[str, Any]]:
+    """Each model with its newest version, its aliases, and the run that trained it."""
+    registry, found = Registry(), list[dict[str, Any]]()
+    try:
+        names = registry.names()[:_MAX_MODELS]
+    except WhetError as error:
+        return [{"problem": mask_secrets(str(error))}]
+    for name in names:
+        try:
+            versions, aliases = registry.versions(name), registry.aliases(name)
+            newest = registry.version(name, versions[-1])
+        except WhetError as error:
+            found.append({"name": name, "problem": mask_secrets(str(error))})
+            continue
+        found.append({
+            "name": name, "versions": len(versions), "newest": newest.number, "aliases": aliases, "kind": newest.kind,
+            "run": newest.run, "step": newest.step, "time": newest.time, "user": newest.user,
+        })  # fmt: skip
+    return found
+
+
+# Routes of the Data and Search tabs.
+
+Use = Literal["train", "validation"]
+
+
+def add_data_routes(app: FastAPI, folders: RunsFolder) -> None:
+    """What runs were trained on, and searches."""
+
+    @app.get("/api/data")
+    def documents(
+        name: RunName,
+        use: Use = "train",
+        start: Annotated[int, Query(ge=0, le=2**53)] = 0,
+        query: Annotated[str, Query(max_length=500)] = "",
+    ) -> Response:
+        return json_response(browse(folders, folders.find(name), use, start, query))
+
+    @app.get("/api/data/histograms")
+    def distributions(name: RunName, use: Use = "train") -> Response:
+        return json_response(histograms(folders, folders.find(name), use))
+
+    @app.get("/api/data/duplicates")
+    def duplicates(name: RunName, use: Use = "train") -> Response:
+        return json_response(near_duplicates(folders, folders.find(name), use))
+
+    @app.get("/api/searches")
+    def searches() -> Response:
+        return json_response({"searches": find_searches(folders)})
+
+    @app.get("/api/search")
+    def search(name: Annotated[str, Query(max_length=1000)]) -> Response:
+        return json_response(describe_search(folders, name))

@@ -18,14 +18,14 @@ from whet.data.render.detokenize import Decoder, open_decoder, supervised_segmen
 from whet.evaluation.training_losses import LOSS_PATTERNS, LossPattern, losses_of_step, read_training_losses
 from whet.report.charts import downsample
 from whet.report.formatting import finite_number
-from whet.run.loss_lists import ConversationLoss, ConversationLosses
+from whet.run.loss_lists import ConversationHistories, ConversationLoss
 
 MAX_TOKENS = 4000
 """Of a conversation that are shown."""
 MAX_CONVERSATIONS = 256
 
 
-class RunData:
+class RunStore:
     """A store of a run, with its tokenizer."""
 
     def __init__(self, folders: RunsFolder, run: Path, use: str = "train") -> None:
@@ -54,7 +54,7 @@ def open_store(folders: RunsFolder, place: Path) -> Store:
     return Store(folder)
 
 
-def describe_document(data: RunData, document: int) -> dict[str, Any]:
+def describe_document(data: RunStore, document: int) -> dict[str, Any]:
     """The text of a document in segments with and without loss."""
     ids, loss = data.store.ids(document)[:MAX_TOKENS].tolist(), data.store.loss(document)[:MAX_TOKENS]
     length = int(data.store.lengths[document])
@@ -73,7 +73,7 @@ def conversations_of_step(folders: RunsFolder, run: Path, step: int) -> dict[str
         known = f"{plan.step_offset + 1:,} to {plan.last_step:,}"
         raise NotFoundError(f"{run.name}: there is no step {step}; the plan has steps {known}")
     documents = [int(document) for document in np.asarray(plan.documents_of(step - 1))]
-    data = RunData(folders, run)
+    data = RunStore(folders, run)
     if any(document >= len(data.store) for document in documents):
         raise WhetError(f"{run.name}: its plan and its data do not belong together. Was the store prepared again?")
     recorded = losses_of_step(read_training_losses(run), step)
@@ -104,8 +104,8 @@ def loss_histories(
     if by not in _SORTS:
         raise WhetError(f"sort: {by!r} is none of {', '.join(_SORTS)}")
     try:
-        RunData(folders, run)  # the store is one that the page may read
-        found = ConversationLosses.read(run)
+        RunStore(folders, run)  # the store is one that the page may read
+        found = ConversationHistories.read(run)
     except WhetError as error:  # a run of an earlier version, or a damaged one: the other parts of its page are there
         return {"total": 0, "seen": 0, "problem": mask_secrets(str(error))}
     histories = found.histories
@@ -130,7 +130,7 @@ def _history_json(each: ConversationLoss) -> dict[str, Any]:
 
 def one_document(folders: RunsFolder, run: Path, use: str, document: int) -> dict[str, Any]:
     """A conversation by its number in a store."""
-    data = RunData(folders, run, use)
+    data = RunStore(folders, run, use)
     if not 0 <= document < len(data.store):
         raise NotFoundError(f"{run.name}: there is no conversation {document}; the store has {len(data.store):,}")
     return describe_document(data, document)

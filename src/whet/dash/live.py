@@ -14,8 +14,7 @@ from typing import Any
 
 from whet.core.console import print_traceback
 from whet.core.errors import WhetError
-from whet.dash.curves import new_lines
-from whet.dash.metrics_file import MetricsFile
+from whet.dash.curves import MetricsFile, new_lines
 from whet.dash.responses import to_json
 from whet.dash.run_details import log_ranks, log_tail, summary_json
 from whet.dash.runs_folder import RunsFolder

@@ -96,7 +96,7 @@ def _send_text(send: Sender, place: int, text: str) -> None:
 
 
 def _load(references: tuple[str, ...], send: Sender) -> list[Any]:
-    from whet.run.load_models import load_inference_model, load_model_pair
+    from whet.run.models.load_models import load_inference_model, load_model_pair
 
     if references not in _pairs:
         send({"loading": list(references)})

@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from whet.core.display import mask_secrets
 from whet.core.errors import WhetError
 from whet.dash.runs_folder import NotFoundError
-from whet.web.guard import CONTENT_SECURITY_POLICY
+from whet.web.request_guard import CONTENT_SECURITY_POLICY
 
 _POLICY = f"{CONTENT_SECURITY_POLICY}; require-trusted-types-for 'script'; trusted-types"
 """The page makes no HTML of text: a browser that knows trusted types forbids it."""

@@ -17,7 +17,7 @@ _FOLDERS_SHOWN = ("", "logs", "evals", "exports", "exports/*", "slurm", "plan", 
 
 
 class NotFoundError(WhetError):
-    """The page asks for something that is not there, or not for it."""
+    """The page requests something that does not exist, or that it may not see."""
 
 
 class RunsFolder:

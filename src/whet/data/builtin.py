@@ -8,8 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from whet.data.calculator import CALCULATOR_SCHEMA, CalculatorStep, calculator_messages
-from whet.data.conversation import Message
+from whet.data.conversation import CALCULATOR_SCHEMA, CalculatorStep, Message, calculator_messages
 
 SPLITS = ("train", "held-out")
 _HELD_OUT_TENTHS = 2

@@ -10,15 +10,15 @@ from whet.core.checksums import write_hashed_json
 from whet.core.errors import os_error
 from whet.core.files import atomic_dir, require_disk_space
 from whet.exporting.dtypes import export_dtype_of
-from whet.exporting.gguf_file import GGUFFormat, max_positions, quantize_export, unquantized_dtype
+from whet.exporting.gguf.gguf_file import GGUFFormat, max_positions, quantize_export, unquantized_dtype
 from whet.exporting.hf_folder import HFFolderFormat
 from whet.exporting.megatron import MegatronFormat
 from whet.exporting.nanochat import NanochatFormat
 from whet.exporting.peft_adapter import PeftAdapterFormat
 from whet.exporting.spec import Certificate, ExportFindings, ExportFormat, ExportMismatchError, ExportSpec
 from whet.exporting.verification import compare_logits
-from whet.model.effect import effect_certificate
 from whet.model.load.weight_files import hash_model_folder
+from whet.model.weight_effect import effect_certificate
 
 EXPORT_FORMATS: dict[str, ExportFormat] = {
     "merged": HFFolderFormat(),

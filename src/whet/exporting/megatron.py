@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from whet.core.errors import WhetError, first_line
-from whet.exporting.effect import LoadedWeights, compare_weights
 from whet.exporting.hf_folder import verify_tokenizer_and_stops, write_configs
 from whet.exporting.spec import ExportFindings, ExportSpec
 from whet.exporting.trained_model import compute_logits
+from whet.exporting.weight_comparison import LoadedWeights, compare_weights
 
 # Layout. linear_qkv holds, for each query group, its queries, then its key, then its value. linear_fc1 holds on each
 # rank its part of gate above its part of up. Norms belong to the linear layer that follows them (Transformer Engine).

@@ -20,17 +20,17 @@ from whet.core.console import info, silence_libraries, warn
 from whet.core.errors import RunFailedError, WhetError, os_error
 from whet.core.files import atomic_dir, hash_file, read_json, require_disk_space, resolve_path, user_path, write_json
 from whet.exporting.dtypes import export_dtype_of
-from whet.exporting.effect import SafetensorsWeights, compare_weights
 from whet.exporting.hf_folder import write_weights
 from whet.exporting.spec import ExportFindings
 from whet.exporting.trained_model import TrainedModel, compute_logits
 from whet.exporting.verification import compare_logits
+from whet.exporting.weight_comparison import SafetensorsWeights, compare_weights
 from whet.model.config import ModelConfig
-from whet.model.effect import describe_effect, effect_certificate
 from whet.model.load.pretrained import load_model, load_with_transformers
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.load.weight_files import hash_model_folder, locate_model, require_certified_files, weights_hash
 from whet.model.lora.peft_adapters import cast_trained_modules_, embedding_rows, unwrap_peft
+from whet.model.weight_effect import describe_effect, effect_certificate
 from whet.registry.references import local_path, pin_version
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from whet.core.errors import WhetError, first_line
 from whet.core.files import write_json
-from whet.exporting.effect import compare_weights
 from whet.exporting.hf_folder import verify_tokenizer_and_stops, write_configs
 from whet.exporting.spec import ExportFindings, ExportSpec
 from whet.exporting.trained_model import MAX_POSITIONS
+from whet.exporting.weight_comparison import compare_weights
 from whet.model.load.weight_files import NANOCHAT_MODEL_TYPE
 
 ROPE_THETA, LOGIT_SOFTCAP, EPS = 10_000.0, 15.0, 1e-6

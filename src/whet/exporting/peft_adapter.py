@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from whet.compat.peft_private import renamed_targets
 from whet.core.errors import WhetError, first_line
 from whet.core.files import read_json, write_json
-from whet.exporting.effect import LoadedWeights, compare_weights
 from whet.exporting.hf_folder import (
     add_quantization_note,
     copy_processor_files,
@@ -22,6 +21,7 @@ from whet.exporting.hf_folder import (
 )
 from whet.exporting.spec import ExportFindings, ExportSpec
 from whet.exporting.trained_model import TrainedModel, compute_logits
+from whet.exporting.weight_comparison import LoadedWeights, compare_weights
 from whet.model.experts.install import install_experts
 from whet.model.load.pretrained import load_with_transformers, prepare_float64_
 from whet.model.lora.adapter_folder import load_adapter

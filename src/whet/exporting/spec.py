@@ -12,7 +12,7 @@ from torch import Tensor
 from whet.core.errors import WhetError
 from whet.exporting.dtypes import ExportDtype
 from whet.exporting.trained_model import TrainedModel
-from whet.model.effect import WeightEffect
+from whet.model.weight_effect import WeightEffect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

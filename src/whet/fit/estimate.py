@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from whet.config import Config
 from whet.execution.compile import should_compile
 from whet.fit.fake_model import FakeModel, build_fake_model, local_gpu
-from whet.fit.memory_parts import MemoryParts
 from whet.fit.model_trace import ModelTrace, saved_in_eager, trace_model
 from whet.model.attention import CUDNN_MIN_LENGTH
 from whet.model.flops import attention_costs
@@ -33,13 +32,13 @@ _OVERLAPPING_GRADIENTS = 2**30
 _OFFLOAD_CHUNK = 2**29
 """The part of an offloaded optimizer state that is on the device at a time (execution/offload.py)."""
 _UPDATE_CHUNK = 2**24
-"""Elements that the optimizers without a kernel update at a time, in fp32 (training/optimizers/state.py)."""
+"""Elements that the optimizers without a kernel update at a time, in fp32 (training/optimizers/state_storage.py)."""
 _REDUCE_ITEMSIZE = 4
 """FSDP2 reduces gradients in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
-class BatchShape:
+class LargestBatch:
     """The largest micro-batch of a run on one device."""
 
     tokens: int
@@ -100,7 +99,7 @@ class LossBytes:
     head_gradient: int
 
 
-def loss_bytes(fake: FakeModel, batch: BatchShape) -> LossBytes:
+def loss_bytes(fake: FakeModel, batch: LargestBatch) -> LossBytes:
     """The loss of one micro-batch. Only NVIDIA's GPUs multiply the head's 16-bit matrices into fp32 sums."""
     head: Tensor = fake.root.language_model.get_output_embeddings().weight  # type: ignore[operator]
     vocabulary, width = head.shape
@@ -121,7 +120,7 @@ def loss_bytes(fake: FakeModel, batch: BatchShape) -> LossBytes:
 
 
 def estimate_memory(
-    config: Config, fake: FakeModel, trace: ModelTrace, batch: BatchShape, sharding: Sharding | None = None,
+    config: Config, fake: FakeModel, trace: ModelTrace, batch: LargestBatch, sharding: Sharding | None = None,
     captured: bool = False,
 ) -> MemoryParts:  # fmt: skip
     """The memory of one device at the highest moment of a step. `captured`: layers run as CUDA graphs, which hold their
@@ -132,7 +131,13 @@ def estimate_memory(
 
 class _Moments:
     def __init__(
-        self, config: Config, fake: FakeModel, trace: ModelTrace, batch: BatchShape, sharding: Sharding, captured: bool
+        self,
+        config: Config,
+        fake: FakeModel,
+        trace: ModelTrace,
+        batch: LargestBatch,
+        sharding: Sharding,
+        captured: bool,
     ) -> None:
         self.captured = captured
         self.config, self.fake, self.trace, self.batch, self.sharding = config, fake, trace, batch, sharding
@@ -226,7 +231,7 @@ class _Moments:
         return scratch + (_OFFLOAD_CHUNK if self.offloads_states else 0)
 
 
-def predict_memory(config: Config, device: torch.device, batch: BatchShape, typical_length: float) -> MemoryParts:
+def predict_memory(config: Config, device: torch.device, batch: LargestBatch, typical_length: float) -> MemoryParts:
     """The memory of one step on a device of this machine, not sharded, for `whet fit` to compare with what it measures.
     `typical_length`: of the document that an average token is in; long ones get another attention."""
     precision = resolve_precision(config, device)
@@ -256,3 +261,34 @@ def layers_in_one_graph(config: Config, fake: FakeModel, typical_length: float) 
         return False
     spans = {cost.window for cost in attention_costs(model)}
     return typical_length < CUDNN_MIN_LENGTH or spans != {None}
+
+
+# The result.
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryParts:
+    """Bytes on one device at the peak of a step. They add up to the peak: a part that is not allocated at that moment,
+    such as gradients during the first forward pass, counts 0."""
+
+    weights: int
+    """Parameters, trained and frozen, and buffers."""
+    gradients: int
+    optimizer: int
+    """The optimizer's state; 0 if it is offloaded."""
+    activations: int
+    """What the layers save for the backward pass."""
+    loss: int
+    """The head's logits and gradients, at supervised positions."""
+    workspace: int
+    """Everything else: temporary results inside a layer or the optimizer, batches, CUDA graphs."""
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def gib(self) -> dict[str, float]:
+        """Each part and the total in GiB, as commands print them."""
+        return {name: value / GIB for name, value in {**asdict(self), "total": self.total}.items()}

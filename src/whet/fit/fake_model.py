@@ -19,7 +19,7 @@ from whet.model.attention import AttentionSpec, Documents, short_attention_forwa
 from whet.model.experts.install import install_experts
 from whet.model.fp8.conversion import convert_to_fp8_
 from whet.model.load.placeholder import build_meta_model
-from whet.model.load.resize_embeddings import trainable_token_ids
+from whet.model.load.pretrained import trainable_token_ids
 from whet.model.lora.fuse import fuse_lora_
 from whet.model.lora.low_rank import autocast_dtype
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft

@@ -15,15 +15,13 @@ from whet.core.heartbeat import PHASE
 from whet.data.batch import PackedBatch
 from whet.execution import device_memory
 from whet.execution.cuda_graphs import disable_cuda_graphs
-from whet.fit.memory_parts import MemoryParts
+from whet.fit.estimate import MemoryParts
 from whet.parallel.dtensor import local_tensor
 from whet.parallel.fsdp import reshard, set_gradient_sync
-from whet.run.memory_choice import MemoryChoice
-from whet.run.worst_batch import run_skipped_update
-from whet.training.micro_batches import set_micro_rows
+from whet.run.memory_choice import MemoryChoice, run_skipped_update
 from whet.training.optimizers.factory import set_learning_rates
 from whet.training.overlap import starts_early
-from whet.training.run_state import Run
+from whet.training.run_state import Run, set_micro_rows
 from whet.training.step import ForwardPasses, train_step
 
 _WARM_STEPS, _TIMED_STEPS = 3, 4

@@ -18,13 +18,11 @@ from whet.config import Config
 from whet.core.console import info
 from whet.core.errors import WhetError
 from whet.data.plan.planner import Plan
-from whet.fit.cards import Card
-from whet.fit.estimate import BatchShape, Sharding, estimate_memory, trace_batch, training_size
+from whet.fit.estimate import LargestBatch, MemoryParts, Sharding, estimate_memory, trace_batch, training_size
 from whet.fit.fake_model import FakeModel, build_fake_model
-from whet.fit.hardware import Hardware
-from whet.fit.memory_parts import MemoryParts
+from whet.fit.hardware import Card, Hardware
 from whet.fit.model_trace import ModelTrace
-from whet.fit.throughput import StepTime, StepWork, estimate_step_time, runs_as_cuda_graphs
+from whet.fit.throughput import StepTimeParts, StepWork, estimate_step_time, runs_as_cuda_graphs
 from whet.model.config import AdapterConfig
 from whet.run.data import RunData
 from whet.run.step_rows import typical_rows
@@ -82,7 +80,7 @@ class Candidate:
     micro_rows: int
     micro_batches: int
     memory: MemoryParts
-    step: StepTime
+    step: StepTimeParts
     tokens_per_s: float
 
     def settings(self, config: Config) -> dict[str, Any]:
@@ -238,7 +236,7 @@ class _LayoutSearch:
         sharding = Sharding(shard, parallel.tensor, world)
         supervised = min(tokens, -(-micro_rows * facts.most_supervised // parallel.context))
         captured = runs_as_cuda_graphs(config, self.fake, trace, self.hardware.card, sharding)
-        batch = BatchShape(tokens, supervised, micro_batches)
+        batch = LargestBatch(tokens, supervised, micro_batches)
         memory = estimate_memory(config, self.fake, trace, batch, sharding, captured)
         share = micro_rows / facts.sampled_rows / parallel.context
         work = StepWork(micro_batches, facts.supervised * micro_rows / parallel.context, facts.lengths, share)

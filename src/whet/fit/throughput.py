@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from whet.config import Config
 from whet.execution.cuda_graphs import max_gradient_bytes
-from whet.fit.cards import Card
 from whet.fit.estimate import Sharding, training_size, trains_all
 from whet.fit.fake_model import FakeModel
+from whet.fit.hardware import Card
 from whet.fit.model_trace import ModelTrace
 from whet.fit.operator_cost import Operation
 from whet.model.attention import CUDNN_MIN_LENGTH
@@ -46,7 +46,7 @@ _UNHIDDEN_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class StepTime:
+class StepTimeParts:
     """Seconds of one optimizer step on one device, by what takes them."""
 
     products: float
@@ -87,7 +87,7 @@ class StepWork:
 def estimate_step_time(
     config: Config, fake: FakeModel, trace: ModelTrace, card: Card, work: StepWork, sharding: Sharding,
     nodes: int = 1,
-) -> StepTime:  # fmt: skip
+) -> StepTimeParts:  # fmt: skip
     """Seconds of a step whose micro-batches are all like `trace`."""
     rates = _Rates(card, fake.precision.name)
     layers = [
@@ -111,7 +111,9 @@ def estimate_step_time(
         saved = sum(kind.count * kind.saved for kind in trace.layers)
         communication += 2 * saved * work.micro_batches / _HOST_LINK
     idle = waiting + _IDLE_SHARE * (computing + optimizer)
-    return StepTime(products * count, attention * count, memory * count, head * count, optimizer, communication, idle)
+    return StepTimeParts(
+        products * count, attention * count, memory * count, head * count, optimizer, communication, idle
+    )
 
 
 class _Rates:

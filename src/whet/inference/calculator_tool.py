@@ -9,8 +9,7 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from whet.core.errors import BadRecordError, WhetError
-from whet.data.calculator import CALCULATOR_SCHEMA, CalculatorStep, calculator_messages
-from whet.data.conversation import Message
+from whet.data.conversation import CALCULATOR_SCHEMA, CalculatorStep, Message, calculator_messages
 from whet.data.render.renderer import Renderer
 from whet.data.render.template_text import Tools
 from whet.tokenizer.named_templates import INLINE_CALL_TOKENS

@@ -10,8 +10,7 @@ from typing import Any
 
 from whet.core.console import progress
 from whet.core.errors import BadRecordError, WhetError
-from whet.data.calculator import CALCULATOR_SCHEMA
-from whet.data.conversation import Conversation, Message, Origin, ToolCall
+from whet.data.conversation import CALCULATOR_SCHEMA, Conversation, Message, Origin, ToolCall
 from whet.data.read.messages import RECORD_FIELDS, add_system_prompt, parse_message_list, parse_tools
 from whet.data.read.record_fields import find_optional
 from whet.data.render.template_text import Tools

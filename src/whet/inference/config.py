@@ -127,8 +127,8 @@ class EvalConfig(Section):
     patience: int | None = Field(
         default=None,
         ge=1,
-        description="End the run after so many evaluations in a row without an improvement of eval.best; the best "
-        "checkpoint is kept, and exported. Absent: never.",
+        description="Early stopping: end the run after this many evaluations in a row without an improvement of "
+        "eval.best; the best checkpoint is kept, and exported. Absent: never.",
     )
     examples: int = Field(default=64, ge=1, description="Examples of each task.")
     minutes: float | None = Field(
@@ -141,7 +141,7 @@ class EvalConfig(Section):
         default="strict",
         description="How generated code runs. strict: without network or access to this machine's files, and not at "
         "all if the system does not permit such a sandbox. limits: with limits on time, memory and system calls, "
-        "but in reach of this machine's files and processes.",
+        "but with access to this machine's files and processes.",
     )
     best: str = Field(
         default="val_loss",

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from whet.core.errors import WhetError
 from whet.core.heartbeat import PHASE
 from whet.inference.calculator_tool import Tool, ToolState
-from whet.inference.decode_runner import DecodeRunner
-from whet.inference.kv_cache import KVCache, PrefillAttention, use_kv_cache
+from whet.inference.kv_cache import DecodeRunner, KVCache, PrefillAttention, use_kv_cache
 from whet.inference.sampling import Sampling, rng_keys, sample_next_tokens
 from whet.model.attention import choose_backend as choose_attention
+from whet.model.attention.dispatch import LayerAttention
 from whet.model.attention.interface import Documents
-from whet.model.attention.requirements import LayerAttention
 from whet.parallel.fsdp import is_sharded
 
 FINISH_END, FINISH_LENGTH, FINISH_STRING = "end", "length", "string"

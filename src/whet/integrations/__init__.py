@@ -1,1 +1,1 @@
-"""whet beside other training programs."""
+"""whet in other training programs."""

@@ -40,7 +40,7 @@ class SlurmConfig(Section):
     tasks: Literal["node", "gpu"] = Field(
         default="node",
         description="Tasks of srun: one per node, which starts a process per GPU and restarts them after a crash, or "
-        "one per GPU, where a site wants that.",
+        "one per GPU, where the site requires it.",
     )
     gpu_type: str | None = Field(default=None, description="The kind of GPU, such as mi250, for --gpus-per-node.")
     cpus: int | None = Field(default=None, ge=1, description="CPU cores per GPU, or per process without GPUs.")
@@ -115,7 +115,7 @@ class KubernetesConfig(Section):
         description="Where pods see the claim; relative paths in the recipe start there.",
     )
     gpu_resource: str = Field(
-        default="nvidia.com/gpu", pattern=r"^[\w.-]+/[\w.-]+$", description="What launch.gpus counts, or amd.com/gpu."
+        default="nvidia.com/gpu", pattern=r"^[\w.-]+/[\w.-]+$", description="The resource that launch.gpus counts."
     )
     cpus: int | None = Field(default=None, ge=1, description="CPU cores of a node.")
     memory: str | None = Field(default=None, pattern=_QUANTITY, description="Memory of a node, such as 64Gi.")

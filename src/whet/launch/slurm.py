@@ -1,7 +1,9 @@
-"""Runs as Slurm jobs: submit, chain, follow to the end; warn where settings defeat a run's survival."""
+"""Runs as Slurm jobs: submit, chain, follow to the end; warn where limits leave no time to save a checkpoint."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import shlex
@@ -15,9 +17,8 @@ from types import MappingProxyType
 from whet.config import Config
 from whet.core.console import info, warn
 from whet.core.errors import ExitCode, WhetError
-from whet.core.files import append_json_line, atomic_write, file_lock, hash_bytes, read_json_lines
+from whet.core.files import append_json_line, atomic_write, file_lock, hash_bytes, read_json, read_json_lines, user_path
 from whet.core.run_folder import read_status
-from whet.launch.save_time import find_save_time, require_time_to_save, save_problems
 from whet.launch.slurm_script import SlurmJob, render_script, require_plain_paths, time_limit_seconds, warning_seconds
 
 SCRIPT, RECIPE, JOBS = "job.sh", "recipe.yaml", "jobs.jsonl"
@@ -274,3 +275,87 @@ def cluster_problems(config: Config, chain: int) -> list[str]:
     if "CANCEL" in preempts and chain == 1:
         problems.append("this cluster cancels the jobs that it preempts instead of queueing them again. Use --chain")
     return problems
+
+
+# How long a checkpoint takes, and whether the job's limits leave that much time to save.
+
+_BYTES_PER_S = 1e9
+"""That a node writes, where nothing has been measured."""
+_TRAINED, _ADAPTER = 7.0, 0.1
+"""Size of a checkpoint in units of the model's 16-bit weight files: weights and two optimizer states in 32 bits beside
+the 16-bit weights, or those of an adapter."""
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTime:
+    """Seconds that a checkpoint takes."""
+
+    seconds: float
+    is_measured: bool
+
+    def __str__(self) -> str:
+        how = "as the last ones of this run did" if self.is_measured else "estimated from the model's size, at 1 GB/s"
+        return f"{max(1, round(self.seconds))} s ({how})"
+
+
+def find_save_time(config: Config) -> SaveTime | None:
+    """As measured by earlier checkpoints of the run, else an estimate; None where the model is not on this machine."""
+    measured = []
+    for file in config.folder.glob("checkpoints/step-*/manifest.json"):
+        with contextlib.suppress(OSError, ValueError, WhetError, AttributeError):  # resuming will say what is wrong
+            seconds = read_json(file).get("save_s")
+            if isinstance(seconds, int | float) and 0 < seconds < math.inf:
+                measured.append(float(seconds))
+    if measured:
+        return SaveTime(max(measured), is_measured=True)
+    size = sum(file.stat().st_size for pattern in _WEIGHT_FILES for file in _model_folder(config).glob(pattern))
+    if not size:
+        return None
+    nodes, _ = config.launch.node_range()
+    share = _ADAPTER if config.adapter is not None else _TRAINED
+    return SaveTime(size * share / (_BYTES_PER_S * nodes), is_measured=False)
+
+
+def _model_folder(config: Config) -> Path:
+    """Where the weight files are, also in the hub's cache; it need not exist."""
+    folder = user_path(config.model.path)
+    if folder.is_dir() or config.model.path.count("/") != 1:
+        return folder
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    kept = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{config.model.path.replace('/', '--')}"
+    return max(kept.glob("snapshots/*"), key=lambda each: each.stat().st_mtime, default=kept)
+
+
+def require_time_to_save(config: Config, save: SaveTime | None) -> None:
+    """Refuse a job that would end before a checkpoint is written."""
+    limit = config.launch.slurm.time
+    if limit is not None and save is not None and time_limit_seconds(limit) <= save.seconds:
+        raise WhetError(
+            f"launch.slurm.time: {limit} is {time_limit_seconds(limit)} s, and a checkpoint takes {save}: the job "
+            "would end before it has saved anything. Give more time"
+        )
+
+
+def save_problems(config: Config, save: SaveTime | None, kill_wait_s: float) -> list[str]:
+    """Limits that are shorter than a checkpoint."""
+    slurm = config.launch.slurm
+    if save is None:
+        return []
+    problems = []
+    if slurm.time is not None and save.seconds > 0.75 * warning_seconds(slurm):
+        problems.append(
+            f"a checkpoint takes {save}, and Slurm warns {warning_seconds(slurm)} s before the time limit: what was "
+            f"trained since the checkpoint before may be lost. Set launch.slurm.warning={_round_up(2 * save.seconds)}"
+        )
+    if save.seconds > kill_wait_s:
+        problems.append(
+            f"a checkpoint takes {save}, and a job that is cancelled or preempted has {kill_wait_s:g} s to end "
+            f"(KillWait): it would continue from an older one. Stop it with `touch {config.folder / 'stop'}`, and set "
+            "checkpoint.minutes to what you can lose"
+        )
+    return problems
+
+
+def _round_up(seconds: float) -> int:
+    return max(60, math.ceil(seconds / 60) * 60)

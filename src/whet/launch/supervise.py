@@ -17,20 +17,21 @@ from typing import Any
 
 from whet.core.checksums import read_hashed_json
 from whet.core.console import info, warn
-from whet.core.error_report import report_texts
 from whet.core.errors import ExitCode
 from whet.core.files import append_json_line, write_json
+from whet.core.heartbeat import report_texts
 from whet.core.notify import Notifier
-from whet.core.processes import child_pids, identify_process
 from whet.core.run_folder import SUPERVISOR_VARIABLE, record_failure
-from whet.core.signals import exit_is_undisturbed, stop_signals
+from whet.core.signals import child_pids, exit_is_undisturbed, identify_process, stop_signals
 from whet.launch.local import LaunchJob, launch_command
-from whet.launch.log_policies import ProcessOutput, excludable_node, exclude_node
 from whet.launch.restart_policy import (
     AttemptResult,
     Finish,
+    ProcessOutput,
     Restart,
     decide_restart,
+    excludable_node,
+    exclude_node,
     finished_steps,
     read_attempt_result,
     read_program_result,

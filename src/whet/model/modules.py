@@ -107,7 +107,7 @@ _FP32_NAMES = {torch.float32, torch.FloatTensor, "torch.FloatTensor", "torch.cud
 
 
 class KeepFloat64(TorchFunctionMode):
-    """Inside this context, what is computed from fp64 tensors is fp64, also where the model asks for fp32."""
+    """Inside this context, what is computed from fp64 tensors is fp64, also where the model casts to fp32."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None

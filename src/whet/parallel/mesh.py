@@ -37,7 +37,7 @@ class Mesh:
 
 
 def build_mesh(config: ParallelConfig, ranks: Ranks) -> Mesh:
-    """Create the process groups that the configuration asks for. Every process must call this."""
+    """Create the process groups of the configured mesh. Every process must call this."""
     world, context = ranks.world_size, config.context
     replicate = config.replicas(world)
     ranks = replace(ranks, context_size=context, tensor_size=config.tensor)

@@ -1,4 +1,4 @@
-"""What this machine has, which back-ends will serve a run here, and what is missing with the line that installs it."""
+"""Hardware and libraries of this machine, the back-ends that a run will use, and how to install what is missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from whet.core.resources import available_cores, available_memory, has_triton
 from whet.execution.compile import should_compile
 from whet.model.attention.backends import active_flash_attention
 from whet.model.attention.dispatch import choose_backend
-from whet.model.peak_flops import device_peak_flops
+from whet.model.flops import device_peak_flops
 
 _EXTRAS = {
     "gguf": ("export", "GGUF files: `whet export --to gguf`, builtin:smollm2"),

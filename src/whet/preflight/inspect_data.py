@@ -1,4 +1,4 @@
-"""`whet inspect`: documents and packed rows as the model sees them."""
+"""`whet inspect`: documents and packed rows as the model sees them; of a run, what a step was trained on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rich.table import Table
 from rich.text import Text
 
 from whet.config import Config, read_config
@@ -19,12 +20,13 @@ from whet.core.errors import WhetError
 from whet.core.files import atomic_write
 from whet.data.conversation import Origin
 from whet.data.plan.planner import Plan
-from whet.data.prepare.store import MANIFEST, Store
-from whet.data.prepare.store_check import StoreCheck
+from whet.data.prepare.store import MANIFEST, Store, StoreCheck
 from whet.data.read.token_files import TokenFile
 from whet.data.render.detokenize import Decoder, open_decoder, supervised_segments
+from whet.evaluation.training_losses import LOSS_PATTERNS, LossPattern
 from whet.run.data import RunData, load_ledger_data, make_plan, prepare_data
-from whet.run.model_reference import resolve_model_reference
+from whet.run.loss_lists import ConversationHistories
+from whet.run.models.model_reference import resolve_model_reference
 
 _SUPERVISED_STYLE, _CONTEXT_STYLE = "bold green", "dim"
 _WIDTH = 100  # characters of a drawn row
@@ -217,3 +219,93 @@ def _draw_rows(rows: Sequence[dict[str, Any]], step: int, plan: Plan, row_length
 
 def _bar_cells(tokens: int, row_length: int) -> int:
     return round(tokens * _WIDTH / row_length)
+
+
+# Of a run (`--step N`, `--losses`): what a step was trained on, and which conversations are hard to learn.
+
+_HIGH, _VERY_HIGH = 1.0, 3.0
+"""−log p: a probability below 37 %, and below 5 %."""
+_TITLES: dict[LossPattern, str] = {
+    "never-learned": "never learned: the loss has hardly fallen since the conversation was first seen",
+    "forgotten": "forgotten: the loss was lower before",
+    "suspicious": "suspicious labels: the loss is far above that of others at the same time",
+}
+
+
+def show_step(run: Path, step: int, limit: int, pieces: bool, silent: bool) -> dict[str, Any]:
+    """Print the conversations of a step with the loss of each token, the highest loss first, and return all of them."""
+    from whet.run.step_losses import step_conversations
+
+    require_run(run)
+    found = step_conversations(run, step)
+    if silent:
+        return found.as_dict()
+    console = SafeConsole()
+    if not found.exact:
+        after = f"after step {found.weights}" if found.weights else "before the first step"
+        info(
+            f"the losses are those of the weights {after}, the nearest checkpoint"
+            + (f": a replay would take {found.replay_s:.0f} s" if found.replay_s is not None else "")
+        )
+    ranked = sorted(found.conversations, key=lambda each: -(each.loss if each.loss is not None else -1.0))
+    for each in ranked[:limit]:
+        place = f"{each.source}:{each.line}"
+        title = f"step {step} · {place} · {sum(each.supervised)} supervised tokens · loss {_number(each.loss)}"
+        console.print(Text(f"── {escape_controls(title)} ──", style="bold"))
+        shown = Text()
+        for position, (text, loss) in enumerate(zip(each.texts, each.losses, strict=True)):
+            if pieces:
+                line = (
+                    f"{position:6}  {each.ids[position]:7}  {_number(loss):>7}  {escape_controls(repr(text)[1:-1])}\n"
+                )
+                shown.append(line, style=_style(loss))
+            else:
+                note = "" if loss is None or loss < _HIGH else f"⟨{loss:.1f}⟩"
+                shown.append(escape_controls(text) + note, style=_style(loss))
+        console.print(shown)
+    if limit < len(ranked):
+        info(f"{limit} of {len(ranked)} conversations, those with the highest loss; --limit shows more")
+    return found.as_dict()
+
+
+def show_losses(run: Path, limit: int, silent: bool) -> dict[str, Any]:
+    """Print the conversations that were never learned, forgotten, or look mislabelled, and return them."""
+    require_run(run)
+    found = ConversationHistories.read(run)
+    if silent:
+        return found.as_dict(limit)
+    console = SafeConsole()
+    seen = len(found.histories)
+    console.print(f"{seen:,} of {found.total:,} conversations seen")
+    if seen and found.histories.visits.max() < 2:
+        info("no conversation has been seen twice yet, so none counts as never learned or forgotten")
+    for pattern in LOSS_PATTERNS:
+        rows = found.histories.rows(pattern)
+        console.print(Text(f"{_TITLES[pattern]} ({len(rows):,})", style="bold"))
+        if not len(rows):
+            continue
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        table.add_column("place", overflow="fold")
+        for title in ("tokens", "losses, by step"):
+            table.add_column(title, justify="right" if title == "tokens" else "left")
+        for each in found.showing(pattern, limit):
+            losses = "  ".join(f"{step}: {loss:.3g}" for step, loss in zip(each.steps, each.losses, strict=True))
+            table.add_row(Text(escape_controls(f"{each.source}:{each.line}")), str(each.tokens), losses)
+        console.print(table)
+    return found.as_dict(limit)
+
+
+def require_run(run: Path) -> None:
+    """Refuse what has no steps."""
+    if not (run / "config.yaml").exists():
+        raise WhetError(f"{run}: not a run: it has no config.yaml. --step and --losses need the folder of a run")
+
+
+def _style(loss: float | None) -> str:
+    if loss is None:
+        return "dim"
+    return "bold red" if loss >= _VERY_HIGH else "yellow" if loss >= _HIGH else "green"
+
+
+def _number(loss: float | None) -> str:
+    return "—" if loss is None else f"{loss:.3f}"

@@ -1,4 +1,4 @@
-"""A recipe for a data file: settings from what the data and this machine are like, each with its reason."""
+"""A recipe for a data file: settings derived from the data, the model and this machine, each with its reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from whet.data.config import Source
 from whet.data.conversation import Conversation, PlainText
 from whet.data.read.sources import SourceReader, expected_records, propose_source
 from whet.model.load.weight_files import locate_model
-from whet.preflight.known_models import KnownModel, find_known
 from whet.run.data import prepare_data
 
 DEFAULT_MODEL = "builtin:smollm2"
@@ -34,7 +33,7 @@ _CHARACTERS_PER_TOKEN = 2.0  # cautious: English has about 4
 _GIB, _LINE_LENGTH = 2**30, 110
 
 
-class Setting(NamedTuple):
+class ProposedSetting(NamedTuple):
     """A line of a recipe."""
 
     key: str
@@ -59,7 +58,7 @@ class DataSummary:
     is_text: bool
 
 
-def propose_recipe(path: str, model: str, guess: bool = True) -> list[Setting]:
+def propose_recipe(path: str, model: str, guess: bool = True) -> list[ProposedSetting]:
     """The settings for a data file or dataset. `guess`: take columns whose names mean a question and an answer; else
     they are an error with the line to add."""
     known = find_known(model)
@@ -67,7 +66,7 @@ def propose_recipe(path: str, model: str, guess: bool = True) -> list[Setting]:
     source, is_guessed = propose_source(path, guess)
     data = _summarize(source, is_guessed, model_path)
     return [
-        Setting("model.path", model_path, f"{known.billions:g} billion parameters" if known else ""),
+        ProposedSetting("model.path", model_path, f"{known.billions:g} billion parameters" if known else ""),
         *_adapter_settings(model_path, known, data),
         *_source_settings(data),
         *_validation_settings(data),
@@ -92,7 +91,7 @@ def recipe_name(data: str) -> str:
     return name.split(".")[0] or "data"
 
 
-def nest_settings(settings: Sequence[Setting]) -> dict[str, Any]:
+def nest_settings(settings: Sequence[ProposedSetting]) -> dict[str, Any]:
     """The settings as a recipe."""
     recipe: dict[str, Any] = {}
     for setting in settings:
@@ -104,7 +103,7 @@ def nest_settings(settings: Sequence[Setting]) -> dict[str, Any]:
     return recipe
 
 
-def render_recipe(settings: Sequence[Setting], heading: str) -> str:
+def render_recipe(settings: Sequence[ProposedSetting], heading: str) -> str:
     """The settings as YAML, each with its reason as a comment."""
     lines, opened = [f"# {heading}", ""], list[str]()
     for setting in settings:
@@ -172,16 +171,16 @@ def _count_tokens(source: Source, model: str) -> list[int] | None:
 # What follows from it.
 
 
-def _source_settings(data: DataSummary) -> list[Setting]:
+def _source_settings(data: DataSummary) -> list[ProposedSetting]:
     source = {"path": data.source.path}
     reason = f"{data.note}; {data.conversations:,} records"
     if not data.is_guessed:
-        return [Setting("data.sources", [source], reason)]
+        return [ProposedSetting("data.sources", [source], reason)]
     guessed = {**source, "format": data.source.format, "fields": dict(data.source.fields or {})}
-    return [Setting("data.sources", [guessed], f"guessed from the names of the columns: check them. {reason}")]
+    return [ProposedSetting("data.sources", [guessed], f"guessed from the names of the columns: check them. {reason}")]
 
 
-def _validation_settings(data: DataSummary) -> list[Setting]:
+def _validation_settings(data: DataSummary) -> list[ProposedSetting]:
     total = data.conversations
     if total < 20:
         return []
@@ -189,27 +188,29 @@ def _validation_settings(data: DataSummary) -> list[Setting]:
     reason = (
         f"about {max(1, round(total * fraction)):,} of {total:,} are held out, to see whether it learns or memorizes"
     )
-    return [Setting("data.validation", {"fraction": fraction}, reason)]
+    return [ProposedSetting("data.validation", {"fraction": fraction}, reason)]
 
 
-def _length_settings(data: DataSummary) -> list[Setting]:
+def _length_settings(data: DataSummary) -> list[ProposedSetting]:
     longest, usual = data.lengths[-1], int(np.quantile(data.lengths, 0.99))
     limit = min(_LONGEST_CONTEXT, max(64, -(-longest // 64) * 64))
     reason = f"the longest has {longest:,} tokens, 99 % have at most {usual:,}{data.lengths_note}"
-    settings = [Setting("data.max_length", limit, reason)]
+    settings = [ProposedSetting("data.max_length", limit, reason)]
     if data.is_text:
-        settings.append(Setting("data.too_long", "split", "longer texts become several"))
+        settings.append(ProposedSetting("data.too_long", "split", "longer texts become several"))
     return settings
 
 
-def _adapter_settings(model: str, known: KnownModel | None, data: DataSummary) -> list[Setting]:
+def _adapter_settings(model: str, known: KnownModel | None, data: DataSummary) -> list[ProposedSetting]:
     if not _uses_adapter(model, known, data):
         return []
-    rank = Setting("adapter.rank", 16, "LoRA: few weights to train, little memory; remove it to train every weight")
+    rank = ProposedSetting(
+        "adapter.rank", 16, "LoRA: few weights to train, little memory; remove it to train every weight"
+    )
     memory, size = _device_memory(), _parameters(model, known)
     if memory is not None and size is not None and 2.2 * size > memory:
         reason = f"QLoRA: frozen weights in 4 bits, as {2 * size / _GIB:,.0f} GiB in bf16 do not fit into this GPU"
-        return [rank, Setting("quantize", "nf4", reason)]
+        return [rank, ProposedSetting("quantize", "nf4", reason)]
     return [rank]
 
 
@@ -220,7 +221,7 @@ def _uses_adapter(model: str, known: KnownModel | None, data: DataSummary) -> bo
     return data.conversations < 20_000 or not fits
 
 
-def _training_settings(data: DataSummary, known: KnownModel | None, is_adapter: bool) -> list[Setting]:
+def _training_settings(data: DataSummary, known: KnownModel | None, is_adapter: bool) -> list[ProposedSetting]:
     total = data.conversations
     epochs = 4 if total < 500 else 3 if total < 5000 else 2 if total < 50_000 else 1
     batch = 8 if total < 300 else 16 if total < 20_000 else 64
@@ -228,14 +229,16 @@ def _training_settings(data: DataSummary, known: KnownModel | None, is_adapter: 
     steps = max(1, -(-total // batch) * epochs)
     usual = "LoRA" if is_adapter else "all weights"
     found = [
-        Setting(
+        ProposedSetting(
             "train.epochs", epochs, f"{total:,} records: {'few' if epochs > 2 else 'many'}, so each is seen {epochs} ×"
         ),
-        Setting("train.batch", {"conversations": batch}, f"about {steps:,} steps"),
-        Setting("train.optimizer", {"lr": rate}, f"usual for {usual}; `whet search RECIPE --lr` finds yours"),
+        ProposedSetting("train.batch", {"conversations": batch}, f"about {steps:,} steps"),
+        ProposedSetting("train.optimizer", {"lr": rate}, f"usual for {usual}; `whet search RECIPE --lr` finds yours"),
     ]
     if total >= 20 and steps >= 20:
-        found.append(Setting("eval.every", max(5, steps // 8), "steps between two looks at the validation data"))
+        found.append(
+            ProposedSetting("eval.every", max(5, steps // 8), "steps between two looks at the validation data")
+        )
     return found
 
 
@@ -257,3 +260,50 @@ def _parameters(model: str, known: KnownModel | None) -> int | None:
         return None
     dtype = json.loads(config.read_text()).get("dtype") or "bfloat16"
     return sum(file.stat().st_size for file in files) // (4 if "32" in str(dtype) else 2)
+
+
+# Common models by a short name, for `whet init --model NAME`: where they are, how large, and what suits them.
+
+
+class KnownModel(NamedTuple):
+    """A model that people fine-tune often."""
+
+    name: str
+    path: str
+    """model.path: a hub id, or a built-in model."""
+    billions: float
+    """Of parameters."""
+    architecture: str
+    """model_type in config.json."""
+    experts: bool = False
+    lora_lr: float = 2e-4
+    full_lr: float = 2e-5
+
+
+KNOWN_MODELS = (
+    KnownModel("smollm2-135m", "builtin:smollm2", 0.135, "llama", lora_lr=1e-3, full_lr=1e-4),
+    KnownModel("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct", 1.7, "llama"),
+    KnownModel("smollm3-3b", "HuggingFaceTB/SmolLM3-3B", 3.1, "smollm3"),
+    KnownModel("llama-3.2-1b", "meta-llama/Llama-3.2-1B-Instruct", 1.2, "llama"),
+    KnownModel("llama-3.2-3b", "meta-llama/Llama-3.2-3B-Instruct", 3.2, "llama"),
+    KnownModel("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", 8.0, "llama", full_lr=1e-5),
+    KnownModel("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct", 70.6, "llama", lora_lr=1e-4, full_lr=5e-6),
+    KnownModel("qwen3-0.6b", "Qwen/Qwen3-0.6B", 0.6, "qwen3"),
+    KnownModel("qwen3-4b", "Qwen/Qwen3-4B-Instruct-2507", 4.0, "qwen3"),
+    KnownModel("qwen3-8b", "Qwen/Qwen3-8B", 8.2, "qwen3", full_lr=1e-5),
+    KnownModel("qwen3-32b", "Qwen/Qwen3-32B", 32.8, "qwen3", lora_lr=1e-4, full_lr=5e-6),
+    KnownModel("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B-Instruct-2507", 30.5, "qwen3_moe", experts=True, lora_lr=1e-4),
+    KnownModel("gemma-3-1b", "google/gemma-3-1b-it", 1.0, "gemma3_text"),
+    KnownModel("gemma-3-4b", "google/gemma-3-4b-it", 4.3, "gemma3"),
+    KnownModel("gemma-3-12b", "google/gemma-3-12b-it", 12.2, "gemma3", lora_lr=1e-4, full_lr=1e-5),
+    KnownModel("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", 7.2, "mistral", lora_lr=1e-4, full_lr=5e-6),
+    KnownModel("mistral-small-24b", "mistralai/Mistral-Small-24B-Instruct-2501", 23.6, "mistral", lora_lr=1e-4),
+    KnownModel("phi-4", "microsoft/phi-4", 14.7, "phi3", lora_lr=1e-4, full_lr=1e-5),
+    KnownModel("phi-4-mini", "microsoft/Phi-4-mini-instruct", 3.8, "phi3"),
+    KnownModel("gpt-oss-20b", "openai/gpt-oss-20b", 20.9, "gpt_oss", experts=True, lora_lr=1e-4),
+)
+
+
+def find_known(model: str) -> KnownModel | None:
+    """The model by its short name or path."""
+    return next((each for each in KNOWN_MODELS if model.lower() == each.name or model == each.path), None)

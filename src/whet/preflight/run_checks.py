@@ -34,8 +34,8 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
     from whet.model.attention.recurrent import recurrent_layers
     from whet.model.fp8.conversion import FP8Error
     from whet.model.lora.peft_adapters import embedding_rows
-    from whet.run.model_builder import VocabularyError, build_loss_model, build_model
-    from whet.run.summary import outputs_router_logits, randomness_remarks, router_aux_loss_remark
+    from whet.run.models.model_builder import VocabularyError, build_loss_model, build_model
+    from whet.run.plan_summary import outputs_router_logits, randomness_remarks, router_aux_loss_remark
     from whet.training.precision import choose_precision
 
     try:

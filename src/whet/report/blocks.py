@@ -91,7 +91,7 @@ Block = Table | Facts | Bullets | Scores | Figure | SmallFigures | Answers | Ans
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ReportSection:
     """A part of a report; without a title it stands alone."""
 
     title: str | None

@@ -20,8 +20,8 @@ from whet.report.blocks import (
     Facts,
     Figure,
     Folded,
+    ReportSection,
     Scores,
-    Section,
     SmallFigures,
     Styled,
     Table,
@@ -78,7 +78,7 @@ def definition_list(values: Mapping[str, Cell]) -> Markup:
     return element("dl", *rows, class_="facts")
 
 
-def render_html(title: str, state: str, summary: str, sections: Iterable[Section], folder: Path) -> str:
+def render_html(title: str, state: str, summary: str, sections: Iterable[ReportSection], folder: Path) -> str:
     """A whole page. `folder`: where its content comes from."""
     made = [html_section(each.title, *map(_render_block, each.blocks), note=each.note) for each in sections]
     return fill_page(title, state, summary, made, folder)

@@ -7,9 +7,8 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from whet.core.display import escape_controls, mask_secrets
+from whet.core.display import escape_controls, mask_secrets, sparkline
 from whet.core.files import resolve_path
-from whet.core.panel import sparkline
 from whet.report.blocks import (
     Answers,
     AnswersOverTime,
@@ -19,8 +18,8 @@ from whet.report.blocks import (
     Facts,
     Figure,
     Folded,
+    ReportSection,
     Scores,
-    Section,
     SmallFigures,
     Styled,
     Table,
@@ -35,7 +34,7 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|~]|^[#>+=-])")
 _WIDTH, _SPARKLINE = 88, 40
 
 
-def render_markdown(title: str, state: str, summary: str, sections: Iterable[Section], folder: Path) -> str:
+def render_markdown(title: str, state: str, summary: str, sections: Iterable[ReportSection], folder: Path) -> str:
     """A whole report. `folder`: where its content comes from."""
     parts = [f"# {_text(mask_secrets(title))}", f"*{_text(state)}*. {_text(mask_secrets(summary))}"]
     for section in sections:

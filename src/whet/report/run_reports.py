@@ -1,4 +1,4 @@
-"""`whet report`: of one run, or of several beside each other; as HTML or Markdown."""
+"""`whet report`: of one run, or of several compared; as HTML or Markdown."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from whet.core.costs import counted_costs
 from whet.core.display import escape_controls, mask_secrets
 from whet.core.errors import UsageError, WhetError, os_error
 from whet.core.files import atomic_write, resolve_path
-from whet.report.blocks import Cell, Figure, Section, Table
+from whet.report.blocks import Cell, Figure, ReportSection, Table
 from whet.report.charts import ChartLine
 from whet.report.formatting import DASH, format_count, format_number, format_seconds, format_share
 from whet.report.html_report import render_html
 from whet.report.markdown_report import render_markdown
 from whet.report.run_view import RunView
 from whet.report.sections import run_sections, smoothed
-from whet.report.summary import summarize_run
+from whet.report.terminal_report import summarize_run
 
 _KINDS = {".html": "html", ".md": "md"}
 _MAX_DIFFERENCES = 40
@@ -82,21 +82,24 @@ def _distinct_names(runs: Sequence[RunView]) -> list[str]:
     return [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
 
 
-def comparison_sections(runs: Sequence[RunView], names: Sequence[str]) -> list[Section]:
+def comparison_sections(runs: Sequence[RunView], names: Sequence[str]) -> list[ReportSection]:
     """The runs beside each other, then each by itself."""
     kinds = ("main", "second", "third", "fourth", "fifth", "sixth")
     lines = [
         ChartLine(escape_controls(mask_secrets(name)), smoothed(run.series("loss")), kinds[number % len(kinds)])
         for number, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
-    parts = [Section("Runs", [Table(*_overview(runs, names))]), Section("Training", [Figure("loss by step", lines)])]
+    parts = [
+        ReportSection("Runs", [Table(*_overview(runs, names))]),
+        ReportSection("Training", [Figure("loss by step", lines)]),
+    ]
     differences = _config_differences(runs)
     if differences:
         shown, left = differences[:_MAX_DIFFERENCES], len(differences) - _MAX_DIFFERENCES
         note = f"{left} more settings differ." if left > 0 else None
-        parts.append(Section("Settings that differ", [Table(("setting", *names), shown)], note))
+        parts.append(ReportSection("Settings that differ", [Table(("setting", *names), shown)], note))
     for run, name in zip(runs, names, strict=True):
-        parts.append(Section(f"{name}: the run", [], summarize_run(run)))
+        parts.append(ReportSection(f"{name}: the run", [], summarize_run(run)))
         parts += [
             part if part.title is None else replace(part, title=f"{name}: {part.title}") for part in run_sections(run)
         ]

@@ -16,8 +16,8 @@ from whet.report.blocks import (
     Facts,
     Figure,
     Folded,
+    ReportSection,
     Scores,
-    Section,
     SmallFigures,
     Styled,
     Table,
@@ -43,7 +43,7 @@ _MAX_PLACES = 5
 _MAX_FAULTS = 20
 
 
-def run_sections(run: RunView) -> list[Section]:
+def run_sections(run: RunView) -> list[ReportSection]:
     """All sections that have something to show."""
     made = (
         damage_section(run), headline_section(run), curves_section(run), events_section(run), validation_section(run),
@@ -53,15 +53,15 @@ def run_sections(run: RunView) -> list[Section]:
     return [section for section in made if section is not None]
 
 
-def damage_section(run: RunView) -> Section | None:
+def damage_section(run: RunView) -> ReportSection | None:
     """The files that are damaged: what the report shows of them is incomplete."""
     if not run.damage:
         return None
     listed = Bullets([(Styled(text, "bad"),) for text in run.damage])
-    return Section("Damaged files", [listed], "What this page shows of these files is incomplete.")
+    return ReportSection("Damaged files", [listed], "What this page shows of these files is incomplete.")
 
 
-def headline_section(run: RunView) -> Section:
+def headline_section(run: RunView) -> ReportSection:
     """Task scores, and what training them took."""
     scores = []
     for score in run.task_scores:
@@ -75,17 +75,17 @@ def headline_section(run: RunView) -> Section:
         ("supervised tokens", format_count(run.supervised_tokens)),
         ("tokens per second", format_count(run.tokens_per_s)),
     ]
-    return Section(None, [Scores(scores, numbers)])
+    return ReportSection(None, [Scores(scores, numbers)])
 
 
-def curves_section(run: RunView) -> Section:
+def curves_section(run: RunView) -> ReportSection:
     """Loss, scores, learning rate and gradient norm by step."""
     validation = ChartLine("validation", list(run.val_losses), "validation", joined=False)
     small = [Figure(f"{task} score", [_chart_line(list(points))]) for task, points in run.scores.items()]
     small.append(Figure("learning rate", [_chart_line(run.series("lr"))]))
     small.append(Figure("gradient norm", raw_and_smoothed(run.series("grad_norm"))))
     beta = smoothing_beta(len(run.step_lines))
-    return Section(
+    return ReportSection(
         "Training",
         [Figure("loss by step", [*raw_and_smoothed(run.series("loss")), validation]), SmallFigures(small)],
         f"Smoothed: a mean of the steps around, weighted by {beta:.2g} to the power of their distance."
@@ -94,7 +94,7 @@ def curves_section(run: RunView) -> Section:
     )
 
 
-def validation_section(run: RunView) -> Section | None:
+def validation_section(run: RunView) -> ReportSection | None:
     """Metrics on held-out conversations before and after; with several sources, the loss on each."""
     names = {"val_loss": "loss", "val_bpb": "bits per byte", "val_accuracy": "token accuracy"}
     rows = []
@@ -106,7 +106,7 @@ def validation_section(run: RunView) -> Section | None:
             rows.append((name, *map(show, values)))
     part = next((share for _, share in reversed(run.points("val_part"))), None)
     note = None if part is None else f"On {format_share(part)} of the held-out conversations (eval.rows)."
-    return Section("Validation", [Table(("metric", "before", "after"), rows)], note) if rows else None
+    return ReportSection("Validation", [Table(("metric", "before", "after"), rows)], note) if rows else None
 
 
 _ACTIONS = {
@@ -119,7 +119,7 @@ _ACTIONS = {
 }
 
 
-def events_section(run: RunView) -> Section | None:
+def events_section(run: RunView) -> ReportSection | None:
     """Steps with a fault, and an early end: the reason, the action taken, and the cause."""
     if not run.events:
         return None
@@ -137,7 +137,7 @@ def events_section(run: RunView) -> Section | None:
     note = "Replay one with: whet train --replay RUN/faults/step-NNNNNN.json" if is_fault else ""
     note += f" ({left} more in events.jsonl)" if left > 0 else ""
     head = ("step", "reason", "action", "cause")
-    return Section("Faults" if is_fault else "Events", [Table(head, rows)], note or None)
+    return ReportSection("Faults" if is_fault else "Events", [Table(head, rows)], note or None)
 
 
 def _fault_origin(event: dict[str, Any]) -> str:
@@ -172,7 +172,7 @@ def smoothed(series: Series) -> Series:
     return [(series[i][0], finite_number(means[i])) for i in downsample(values, _MAX_POINTS)]
 
 
-def samples_section(run: RunView) -> Section | None:
+def samples_section(run: RunView) -> ReportSection | None:
     """The same prompts before and after training: those of tasks or, without tasks, of held-out conversations."""
     every = [pair for pair in run.pairs if pair.sample.task != FIXED_PROMPTS]
     if not every:
@@ -184,20 +184,20 @@ def samples_section(run: RunView) -> Section | None:
     note = f"{len(pairs)} of {len(every)} held-out samples." + (
         f" After training, {wrong} of {scored} answers are wrong; the selection includes wrong ones." if wrong else ""
     )
-    return Section("Before and after", [Answers(pairs, others)], note)
+    return ReportSection("Before and after", [Answers(pairs, others)], note)
 
 
-def prompts_section(run: RunView) -> Section | None:
+def prompts_section(run: RunView) -> ReportSection | None:
     """The answers to eval.prompts at every evaluation."""
     by_prompt: dict[str, list[Any]] = {}
     for sample in run.samples:
         if sample.task == FIXED_PROMPTS:
             by_prompt.setdefault(sample.prompt, []).append(sample)
     blocks = [AnswersOverTime(prompt, answers) for prompt, answers in by_prompt.items()]
-    return Section("Prompts over time", blocks, "The most likely answer at every evaluation.") if blocks else None
+    return ReportSection("Prompts over time", blocks, "The most likely answer at every evaluation.") if blocks else None
 
 
-def ledger_section(run: RunView) -> Section | None:
+def ledger_section(run: RunView) -> ReportSection | None:
     """What happened to every conversation."""
     if not run.sources:
         return None
@@ -215,7 +215,7 @@ def ledger_section(run: RunView) -> Section | None:
     reasons = [_reason_item(source, reason) for source in run.sources for reason in source.notes]
     blocks: list[Block] = [Table(head, rows)]
     blocks += [Bullets(reasons)] if reasons else []
-    return Section("Data", blocks, _ledger_balance(run.sources))
+    return ReportSection("Data", blocks, _ledger_balance(run.sources))
 
 
 def _ledger_balance(sources: tuple[SourceCounts, ...]) -> Cell:
@@ -244,7 +244,7 @@ def _reason_item(source: SourceCounts, reason: str) -> list[Cell]:
     return [f"{count} × ", Styled(reason, "strong"), f" in {name}", *first]
 
 
-def exports_section(run: RunView) -> Section | None:
+def exports_section(run: RunView) -> ReportSection | None:
     """The exports and their certificates."""
     if not run.certificates:
         return None
@@ -264,7 +264,9 @@ def exports_section(run: RunView) -> Section | None:
         )
         for certificate in run.certificates
     ]
-    return Section("Exports", [Table(head, rows)], "Every export is loaded again and compared with the trained model.")
+    return ReportSection(
+        "Exports", [Table(head, rows)], "Every export is loaded again and compared with the trained model."
+    )
 
 
 def _exported_cell(effect: dict[str, Any]) -> str:
@@ -272,7 +274,7 @@ def _exported_cell(effect: dict[str, Any]) -> str:
     return DASH if exported is None else f"{format_count(exported)} of {format_count(weights)}"
 
 
-def effect_section(run: RunView) -> Section | None:
+def effect_section(run: RunView) -> ReportSection | None:
     """What training changed, by kind of weight: those of all layers together."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for each in map(as_dict, as_list(run.effect.get("modules"))):
@@ -296,14 +298,14 @@ def effect_section(run: RunView) -> Section | None:
     head = ["weight", "number", "got a gradient", "moved", "‖ΔW‖ ÷ ‖W‖", "experts without a token"]
     if all(row[-1] == DASH for row in rows):  # no experts
         head, rows = head[:-1], [row[:-1] for row in rows]
-    return Section("Effect", [Table(head, rows)], "What training changed; each weight is in effect.json.")
+    return ReportSection("Effect", [Table(head, rows)], "What training changed; each weight is in effect.json.")
 
 
 def _all_of(found: list[bool]) -> Styled:
     return Styled("all" if all(found) else f"{sum(found)} of {len(found)}", "good" if all(found) else "bad")
 
 
-def plan_section(run: RunView) -> Section:
+def plan_section(run: RunView) -> ReportSection:
     """The plan, the machine that it ran on, and what it cost."""
     plan, status = run.plan, run.status
 
@@ -343,9 +345,9 @@ def plan_section(run: RunView) -> Section:
         "exit code": None if status.exit_code is None else str(status.exit_code),
     }
     texts: dict[str, Cell] = {name: None if value is None else str(value) for name, value in values.items()}
-    return Section("Plan and machine", [Facts(texts)])
+    return ReportSection("Plan and machine", [Facts(texts)])
 
 
-def config_section(run: RunView) -> Section:
+def config_section(run: RunView) -> ReportSection:
     """The resolved configuration, folded away."""
-    return Section(None, [Folded("Resolved configuration", mask_secrets(run.config_text))])
+    return ReportSection(None, [Folded("Resolved configuration", mask_secrets(run.config_text))])

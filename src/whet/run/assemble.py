@@ -24,17 +24,16 @@ from whet.core.run_folder import RunFolder
 from whet.core.watchdog import COLLECTIVE_MARGIN_S
 from whet.data.loader import Loader
 from whet.data.plan.planner import Plan
-from whet.data.prepare.store_check import StoreCheck
+from whet.data.prepare.store import StoreCheck
 from whet.evaluation.training_losses import TRAINING_LOSSES
 from whet.execution import device_memory
 from whet.execution.compile import should_compile
 from whet.execution.offload import offload_optimizer_state
 from whet.execution.transform import transform_layers
 from whet.model.experts.install import experts_modules
-from whet.model.experts.load import ExpertLoad
-from whet.model.flops import count_step_flops
+from whet.model.experts.routing import ExpertLoad
+from whet.model.flops import count_step_flops, device_peak_flops
 from whet.model.loss.loss_model import LossModel
-from whet.model.peak_flops import device_peak_flops
 from whet.model.quantize import dequantized_bytes
 from whet.parallel.ddp import broadcast_weights
 from whet.parallel.mesh import Mesh, build_mesh
@@ -42,32 +41,30 @@ from whet.parallel.ulysses import apply_ulysses
 from whet.run.data import RunData
 from whet.run.evaluation import evaluate_run, require_prompts
 from whet.run.memory_choice import with_previous_choice
-from whet.run.model_builder import (
+from whet.run.models.model_builder import (
     BackgroundModelLoader,
     build_loss_model,
     build_model,
     build_sharded_loss_model,
     make_loader,
 )
+from whet.run.plan_summary import run_flops_table
 from whet.run.step_rows import find_shortage
-from whet.run.summary import run_flops_table
 from whet.training.checkpoints import (
     checkpoint_metadata,
     read_excluded_steps,
     restore_newest_checkpoint,
 )
 from whet.training.config import TrainConfig
-from whet.training.effect import EffectMeter
+from whet.training.effect_meter import EffectMeter
 from whet.training.guard import Guard
-from whet.training.loss_scale import LossScaler
-from whet.training.metrics import RunTotals
+from whet.training.metrics import RunTotals, StartupTimer
 from whet.training.optimizers.factory import build_optimizer, optimizer_state_bytes
 from whet.training.output import FolderOutput, RunOutput
-from whet.training.precision import PrecisionPolicy, choose_precision
+from whet.training.precision import LossScaler, PrecisionPolicy, choose_precision
 from whet.training.profiler import make_profiler
 from whet.training.records import RECORDS, record_file
 from whet.training.run_state import Intervals, Run
-from whet.training.timing import StartupTimer
 from whet.training.tracker_backends import TrackedRun
 from whet.training.trackers import open_trackers
 

@@ -32,13 +32,11 @@ from whet.data.prepare.build import (
     prepare_store,
     require_all_shards,
 )
-from whet.data.prepare.store import MANIFEST, Store, find_overlap
-from whet.data.prepare.store_check import StoreCheck
+from whet.data.prepare.store import MANIFEST, Store, StoreCheck, find_overlap
 from whet.data.prepare.workers import run_while_waiting
 from whet.data.render.chat_tokenizer import ChatTokenizer, ConversationTokenizer, MarkedTextTokenizer
 from whet.model.load.tokenizer import load_tokenizer, sentencepiece_file, stop_ids, tokenizer_files, tokenizer_hashes
-from whet.tokenizer.named_templates import NAMED_TEMPLATES, set_named_template
-from whet.tokenizer.turn_markers import TurnMarker, TurnMarkers
+from whet.tokenizer.named_templates import NAMED_TEMPLATES, TurnMarker, TurnMarkers, set_named_template
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,32 +1,51 @@
-"""Validation loss and task scores of the model of a run, during training and for `whet eval`."""
+"""Validation loss, answers to fixed prompts and task scores of a run's model, in training and for `whet eval`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
 
 from whet.config import Config
+from whet.core.console import progress, warn
 from whet.core.distributed import Ranks
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, first_line
+from whet.core.heartbeat import PHASE
 from whet.core.plugins import load_plugin, require_number
+from whet.data.batch import PackedBatch
+from whet.data.conversation import Message
+from whet.data.loader import Loader
 from whet.data.plan.planner import plan_single_step
+from whet.data.prepare.store import Store
 from whet.data.render.renderer import Renderer
-from whet.inference.fixed_prompts import answer_prompts, given_prompts, held_out_prompts
+from whet.evaluation.validation_losses import ConversationLosses
+from whet.execution.device_memory import free_cached
+from whet.inference.generate import context_length, generate
 from whet.inference.inference_model import InferenceModel, stop_token_ids
+from whet.inference.sampling import Sampling
 from whet.inference.tasks.load_tasks import loaded_tasks
 from whet.inference.tasks.scoring import score_tasks
 from whet.inference.tasks.task import AnsweredExample, TaskResult
-from whet.inference.validation import ValidationMetadata, ValidationResult, source_names, validation_loss
 from whet.model.lora.peft_adapters import embedding_rows
+from whet.model.loss.linear_cross_entropy import LossSum
 from whet.model.loss.loss_model import LossModel
-from whet.parallel.fsdp import is_sharded, reshard
+from whet.parallel.fsdp import has_collectives_in_passes, is_sharded, reshard
 from whet.run.data import RunData
-from whet.run.model_builder import make_loader
+from whet.run.models.model_builder import make_loader
 from whet.tokenizer.token_bytes import bytes_per_token
 from whet.training.precision import PrecisionPolicy
 from whet.training.run_state import Evaluation
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def evaluate_run(
@@ -140,3 +159,223 @@ def _validation_metadata(data: RunData, root: LossModel) -> ValidationMetadata:
     return ValidationMetadata(
         bytes_per_token(data.tokenizer, vocabulary), sources, source_names(paths), data.validation.hashes
     )
+
+
+# Prompts that the model answers at every evaluation, so that one can read how it changes: those of eval.prompts, or,
+# in runs without tasks, the beginnings of a few held-out conversations.
+
+GIVEN, HELD_OUT = "eval.prompts", "data.validation"
+"""Where a prompt comes from: `task` in samples.jsonl."""
+_MAX_NEW_TOKENS, _MAX_HELD_OUT_TOKENS = 256, 64
+_HELD_OUT_PROMPTS, _PROMPT_TOKENS_OF_TEXT = 4, 32
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPrompt:
+    """A prompt, as text and as tokens."""
+
+    origin: str
+    text: str
+    expected: str
+    """The answer in the data; empty for those of eval.prompts."""
+    ids: list[int]
+    max_new_tokens: int
+
+
+def given_prompts(texts: Sequence[str], model: InferenceModel) -> list[FixedPrompt]:
+    """Those of eval.prompts, each the message of a user; a WhetError for one that the model cannot answer."""
+    prompts, context = [], context_length(model.model)
+    for number, text in enumerate(texts):
+        try:
+            ids = model.prompt_ids([Message("user", text)])
+        except WhetError as error:
+            raise WhetError(f"eval.prompts.{number}: {error}") from None
+        if context is not None and len(ids) >= context:
+            raise WhetError(
+                f"eval.prompts.{number}: it has {len(ids):,} tokens, and the model's context is {context:,}. Shorten it"
+            )
+        prompts.append(FixedPrompt(GIVEN, text, "", ids, _MAX_NEW_TOKENS))
+    return prompts
+
+
+def held_out_prompts(store: Store, documents: Sequence[int], model: InferenceModel) -> list[FixedPrompt]:
+    """The beginnings of a few validation conversations, spread evenly, up to their first supervised token; of plain
+    text, which is supervised as a whole, its first tokens."""
+    context, prompts = context_length(model.model) or 1 << 62, list[FixedPrompt]()
+    usable = [number for number in documents if store.targets[number]]
+    for at in dict.fromkeys(np.linspace(0, len(usable) - 1, min(_HELD_OUT_PROMPTS, len(usable))).astype(int).tolist()):
+        ids, supervised = store.ids(usable[at]).tolist(), np.flatnonzero(store.loss(usable[at]))
+        start = int(supervised[supervised > 0][0])
+        start = start if start > 1 else min(_PROMPT_TOKENS_OF_TEXT, len(ids) // 2 + 1)
+        end = next((i for i in range(start, len(ids)) if not store.loss(usable[at])[i]), len(ids))
+        if start + _MAX_HELD_OUT_TOKENS < context:
+            text, expected = (model.renderer.tokenizer.decode(part) for part in (ids[:start], ids[start:end]))
+            prompts.append(FixedPrompt(HELD_OUT, str(text), str(expected), ids[:start], _MAX_HELD_OUT_TOKENS))
+    return prompts
+
+
+def answer_prompts(
+    prompts: Sequence[FixedPrompt], model: InferenceModel, ranks: Ranks, shares_model: bool, is_optional: bool = False
+) -> list[AnsweredExample]:
+    """The model's most likely answers. Ranks share the prompts, unless the model is sharded over them.
+
+    `is_optional`: they were not requested, so a model that cannot generate does not end the run.
+    """
+    rank, world = (0, 1) if shares_model else (ranks.rank, ranks.world_size)
+    own = range(rank, len(prompts), world)
+    try:
+        answers = _generate([prompts[i] for i in own], replace(model, sampling=Sampling(), tool=None))
+    except (WhetError, torch.OutOfMemoryError, NotImplementedError) as error:
+        if not is_optional or (shares_model and ranks.world_size > 1):  # the others wait for this rank
+            raise
+        free_cached(ranks.device, after_failure=True)
+        warn(f"held-out prompts were not answered: {first_line(error)}. eval.prompts=[] turns them off")
+        own, answers = range(0), []
+    answered = [
+        AnsweredExample(prompts[i].origin, prompts[i].text, prompts[i].expected, answer, None, None, i)
+        for i, answer in zip(own, answers, strict=True)
+    ]
+    return answered if shares_model else sorted(ranks.all_gather(answered), key=lambda sample: sample.number)
+
+
+def _generate(prompts: Sequence[FixedPrompt], model: InferenceModel) -> list[str]:
+    with model.context():
+        completions = generate(
+            model.model, [each.ids for each in prompts], model.sampling, model.stop_ids, pad_id=model.pad_id,
+            limits=[each.max_new_tokens for each in prompts],
+        )  # fmt: skip
+    return [model.decode(each.ids) for each in completions]
+
+
+# Validation loss, bits per byte and token accuracy on held-out conversations.
+
+NATS, CORRECT, COUNT, TEXT_NATS, TEXT_BYTES = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationMetadata:
+    """What the metrics need besides losses."""
+
+    token_bytes: NDArray[np.int64] | None = None
+    """UTF-8 bytes of each token, 0 for special tokens; None: unknown, so there is no val_bpb."""
+    sources: NDArray[np.integer] | None = None
+    """The source index of each document of the store; None: there is only one source."""
+    source_names: tuple[str, ...] = ()
+    hashes: NDArray[np.uint64] | None = None
+    """The hash of each document's conversation; None: losses are not kept by conversation."""
+
+
+class ValidationResult(NamedTuple):
+    """What a model achieves on held-out conversations."""
+
+    metrics: dict[str, float]
+    losses: ConversationLosses | None = None
+
+
+class ValidationSums:
+    """Sums per document. They are added in document order at the end, so that the result does not depend on which rank
+    processed a document, or when."""
+
+    def __init__(self, documents: NDArray[np.integer], metadata: ValidationMetadata) -> None:
+        self._documents, self._metadata = np.sort(documents), metadata
+        self._sums = np.zeros((len(documents), 5))
+        """Columns NATS, CORRECT, COUNT over all supervised tokens; TEXT_NATS, TEXT_BYTES over those that have bytes."""
+
+    def add(self, batch: PackedBatch, result: LossSum) -> None:
+        """Add the losses of a batch; `batch` is in host memory."""
+        at = batch.supervised_at.numpy()
+        segment = np.searchsorted(np.array(batch.cu_seqlens_host), batch.slice_start + at, side="right") - 1
+        row = np.searchsorted(self._documents, batch.documents[segment])
+        nats = result.nll.double().cpu().numpy()
+        bytes_ = np.zeros(len(at))
+        if self._metadata.token_bytes is not None:
+            bytes_ = self._metadata.token_bytes[batch.labels.numpy()[at]].astype(np.float64)
+        columns = [nats, result.hits.cpu().numpy(), np.ones(len(at)), nats * (bytes_ > 0), bytes_]
+        np.add.at(self._sums, row, np.stack(columns, axis=1))
+
+    def results(self, ranks: Ranks) -> dict[str, float]:
+        """val_loss, val_accuracy and val_bpb over all ranks, and val_loss of each source if there are several."""
+        if not ranks.is_tensor_main:
+            self._sums[:] = 0
+        ranks.all_reduce_(
+            torch.from_numpy(self._sums)
+        )  # exact: every document was processed by one rank, the others add 0
+        total = self._sums.sum(axis=0)
+        metrics = {"val_loss": _mean_per_token(total, NATS), "val_accuracy": _mean_per_token(total, CORRECT)}
+        if total[TEXT_BYTES]:
+            metrics["val_bpb"] = float(total[TEXT_NATS] / (math.log(2) * total[TEXT_BYTES]))
+        if self._metadata.sources is not None:
+            source = self._metadata.sources[self._documents]
+            for i, name in enumerate(self._metadata.source_names):
+                part = self._sums[source == i].sum(axis=0)
+                if part[COUNT]:
+                    metrics |= {f"val_loss/{name}": _mean_per_token(part, NATS), f"val_tokens/{name}": int(part[COUNT])}
+        return metrics
+
+    def by_conversation(self) -> ConversationLosses | None:
+        """The losses of each conversation, over all ranks once `results` has added them."""
+        if self._metadata.hashes is None:
+            return None
+        hashes = self._metadata.hashes[self._documents]
+        return ConversationLosses.from_documents(hashes, self._sums[:, COUNT], self._sums[:, NATS])
+
+
+def _mean_per_token(sums: NDArray[np.float64], column: int) -> float:
+    return float(sums[column] / sums[COUNT]) if sums[COUNT] else math.nan
+
+
+def source_names(paths: list[str]) -> tuple[str, ...]:
+    """Short unique names: the file name without folders and extensions, or the part after builtin: or hub:; equal names
+    are numbered."""
+    short = [path.split(":", 1)[-1].rstrip("/").rpartition("/")[2].split(".")[0] or path for path in paths]
+    names: list[str] = []
+    for name in short:
+        numbered = (f"{name}-{number}" for number in itertools.count(1))
+        taken = {*short, *names}
+        names.append(name if short.count(name) == 1 else next(each for each in numbered if each not in taken))
+    return tuple(names)
+
+
+@torch.no_grad()
+def validation_loss(
+    model: LossModel,
+    loader: Loader,
+    ranks: Ranks,
+    autocast: AbstractContextManager[object],
+    metadata: ValidationMetadata,
+) -> ValidationResult:
+    """Metrics on held-out conversations, with the model and batches of training.
+
+    val_loss is the mean −log p over all supervised tokens, val_accuracy the share of them with the highest logit.
+    val_bpb, bits per byte, does not depend on the tokenizer: Σ −log₂ p ÷ Σ bytes over the supervised tokens of text;
+    special tokens have no bytes and count in neither sum.
+    """
+    model.eval()
+    sums = _sum_losses(model, loader, ranks, autocast, metadata)
+    if sums is None:  # out of memory; rows are the same in micro-batches of one
+        free_cached(ranks.device, after_failure=True)
+        with contextlib.closing(loader.with_micro_rows(1)) as smaller:
+            sums = _sum_losses(model, smaller, ranks, autocast, metadata)
+    assert sums is not None
+    return ValidationResult(sums.results(ranks), sums.by_conversation())
+
+
+def _sum_losses(
+    model: LossModel, loader: Loader, ranks: Ranks, autocast: AbstractContextManager[object],
+    metadata: ValidationMetadata,
+) -> ValidationSums | None:  # fmt: skip
+    """This rank's sums; None: the device has too little memory for these micro-batches, and smaller ones may fit."""
+    sums = ValidationSums(loader.documents(0), metadata)
+    try:
+        with progress("validating", loader.micro_batch_count(0)) as bar:
+            for _, batch in loader.micro_batches(0):
+                PHASE.enter("validating")
+                with autocast:
+                    result = model(batch.to(ranks.device))
+                sums.add(batch, result)
+                bar.advance()
+    except torch.OutOfMemoryError:
+        if loader.micro_rows == 1 or has_collectives_in_passes(model, ranks):
+            raise
+        return None
+    return sums

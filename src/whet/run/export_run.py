@@ -1,4 +1,4 @@
-"""Export the model of a run from a checkpoint, and verify an existing export again."""
+"""Export the model of a run from a checkpoint, verify an existing export again, score a quantized one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from whet.checkpoint import directory
 from whet.checkpoint.load import CheckpointWeights, verify_checkpoint
@@ -23,20 +23,21 @@ from whet.core.run_folder import parse_run_reference, read_status
 from whet.data.render.renderer import Renderer
 from whet.exporting.dtypes import assess_quantization, choose_dtype
 from whet.exporting.exporter import EXPORT_FORMATS, verify_export, write_export
-from whet.exporting.gguf_file import gguf_file
+from whet.exporting.gguf.gguf_file import GGUFWeights, gguf_file
 from whet.exporting.spec import Certificate, ExportMismatchError, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import TrainedModel
 from whet.inference.inference_model import stop_token_ids
-from whet.model.effect import EFFECT_FILE, describe_effect
+from whet.inference.tasks.load_tasks import loaded_tasks
+from whet.inference.tasks.scoring import score_tasks
 from whet.model.load.placeholder import is_placeholder, load_placeholder_model, snapshot_folder
 from whet.model.load.tokenizer import load_generation_settings
 from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
 from whet.model.modules import is_multimodal
+from whet.model.weight_effect import EFFECT_FILE, describe_effect
 from whet.run.data import RunData, load_ledger_data, require_same_tokenizer
-from whet.run.load_models import load_checkpoint_model
-from whet.run.model_builder import build_model
-from whet.run.quantized_scores import score_quantized
-from whet.run.register_model import run_reference
+from whet.run.models.load_models import load_checkpoint_model, load_inference_model
+from whet.run.models.model_builder import build_model
+from whet.run.models.register_model import run_reference
 from whet.run.resume import read_run_config
 from whet.training.checkpoints import require_same_base
 from whet.training.precision import PrecisionPolicy, resolve_precision
@@ -252,3 +253,38 @@ def _require_replaceable(folder: Path) -> None:
     is_empty_folder = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not is_empty_folder and not (folder / "certificate.json").exists():
         raise WhetError(f"--out: {folder} holds other files than an export. Give a new or an empty folder")
+
+
+# Task scores of a quantized export, compared with those of the trained model.
+
+
+def score_quantized(config: Config, spec: ExportSpec, file: Path, ranks: Ranks) -> dict[str, dict[str, float]]:
+    """For each task of the run: the score of the trained model and that of the weights in the file.
+
+    Both are computed by whet, in batches and on the run's device: llama.cpp would take an hour for a large model. What
+    llama.cpp computes is compared in `kl`.
+    """
+    trained = load_inference_model(f"{config.folder}@{spec.step}")
+    tasks = loaded_tasks(config.eval)
+    before = score_tasks(tasks, trained, ranks, minutes=config.eval.minutes)
+    model = trained.model
+    if config.quantize is not None:  # 4-bit weights cannot hold others
+        from transformers import AutoModelForCausalLM
+
+        dtype = spec.model.adapter_dtype
+        model = AutoModelForCausalLM.from_config(spec.model.language_model.config, dtype=dtype).to(ranks.device).eval()
+    _load_weights_(model, GGUFWeights(file, spec.model))
+    quantized = dataclasses.replace(trained, model=model)
+    after = score_tasks(tasks, quantized, ranks, minutes=config.eval.minutes)
+    return {
+        each.task: {"trained": was.score, "export": each.score, "examples": len(each.samples)}
+        for was, each in zip(before, after, strict=True)
+    }
+
+
+@torch.no_grad()
+def _load_weights_(model: nn.Module, weights: GGUFWeights) -> None:
+    for name, parameter in model.named_parameters():
+        value = weights.joined(name)
+        if value is not None:  # parts of an image encoder are not in the file
+            parameter.copy_(value)

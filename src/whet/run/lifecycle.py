@@ -27,14 +27,14 @@ from whet.run.assemble import assemble
 from whet.run.data import RunData, prepare_data
 from whet.run.export_run import ExportRequest, export_model
 from whet.run.memory_choice import choose_memory_settings
-from whet.run.model_builder import BackgroundModelLoader, require_parallel_layers, set_deterministic
+from whet.run.models.model_builder import BackgroundModelLoader, require_parallel_layers, set_deterministic
 from whet.run.monitor import monitor_run
 from whet.run.multiprocess import HangDetector, process_group, report_failures, require_consistent_ranks, store_digests
+from whet.run.plan_summary import describe_run, print_summary
 from whet.run.resume import open_run_folder, recorded_data, train_longer, write_run_inputs
 from whet.run.step_rows import require_rows
-from whet.run.summary import describe_run, print_summary
+from whet.training.metrics import StartupTimer
 from whet.training.run_state import Run
-from whet.training.timing import StartupTimer
 from whet.training.trackers import check_trackers
 from whet.training.trainer import train
 

@@ -37,7 +37,7 @@ class ConversationLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class ConversationLosses:
+class ConversationHistories:
     """All conversations of a run: columns in `histories`, places from `store`."""
 
     histories: LossHistories
@@ -46,7 +46,7 @@ class ConversationLosses:
     """Conversations of the training data, seen or not."""
 
     @classmethod
-    def read(cls, run: Path) -> ConversationLosses:
+    def read(cls, run: Path) -> ConversationHistories:
         """Of a run, finished or not; a WhetError if it recorded no losses, as runs of earlier versions."""
         if not (run / TRAINING_LOSSES).is_file():
             raise WhetError(

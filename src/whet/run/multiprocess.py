@@ -13,10 +13,9 @@ from typing import Any
 from whet.core import launch_env
 from whet.core.console import print_error
 from whet.core.distributed import Ranks, is_peer_failure
-from whet.core.error_report import read_first_error, report_texts, write_error_report, write_torchelastic_error
 from whet.core.errors import ExitCode, RunFailedError, StoppedError, WhetError, describe_error
 from whet.core.files import hash_file, hash_json, write_json
-from whet.core.heartbeat import PHASE
+from whet.core.heartbeat import PHASE, read_first_error, report_texts, write_error_report, write_torchelastic_error
 from whet.core.run_folder import record_failure
 from whet.core.watchdog import Watchdog
 from whet.registry.references import is_registered

@@ -28,7 +28,7 @@ from whet.model import attention
 from whet.model.lora.peft_adapters import embedding_rows
 from whet.model.loss.loss_model import LossModel
 from whet.run.data import load_run_tokenizer
-from whet.run.model_builder import build_loss_model, build_model, set_deterministic
+from whet.run.models.model_builder import build_loss_model, build_model, set_deterministic
 from whet.run.resume import read_run_config
 from whet.training.diagnose import Diagnoser, Diagnosis, DocumentResult
 from whet.training.faults import preview_text

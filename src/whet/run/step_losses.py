@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from whet.checkpoint import directory
+from whet.checkpoint.directory import DamagedCheckpointError
 from whet.checkpoint.load import load_checkpoint
-from whet.checkpoint.manifest import DamagedCheckpointError
 from whet.config import Config
 from whet.core import launch_env
 from whet.core.checksums import read_hashed_json
@@ -42,7 +42,7 @@ from whet.run.assemble import build_run_optimizer, totals_before
 from whet.run.data import load_ledger_data
 from whet.run.lifecycle import advise_on_out_of_memory
 from whet.run.memory_choice import with_previous_choice
-from whet.run.model_builder import build_loss_model, build_model, make_loader, set_deterministic
+from whet.run.models.model_builder import build_loss_model, build_model, make_loader, set_deterministic
 from whet.run.resume import read_run_config
 from whet.training.metrics import RunTotals, finite_or_none
 from whet.training.optimizers.factory import set_learning_rates

@@ -13,10 +13,10 @@ from typing import Any
 from whet.core.display import escape_controls
 from whet.core.errors import ExitCode, WhetError, os_error
 from whet.core.files import atomic_write, delete_atomically
-from whet.core.processes import ignores_signal, is_alive, process_tree
 from whet.core.run_folder import FolderLock, config_was_edited, read_owner, record_end, write_config
+from whet.core.signals import ignores_signal, is_alive, process_tree
 from whet.core.yaml import dump_yaml, read_yaml
-from whet.launch.job_states import SlurmUnavailableError, run_slurm
+from whet.runs.state import SlurmUnavailableError, run_slurm
 from whet.runs.summary import RunSummary, summarize_run_folder
 
 _POLL_S = 0.5
@@ -65,7 +65,7 @@ def _describe_request(run: RunSummary) -> str:
 
 
 def cancel_run(run: RunSummary, kill: bool, on_wait: Callable[[str], None]) -> RunSummary:
-    """End a run now and remove its queued jobs. The last checkpoint stays good. `kill`: with SIGKILL."""
+    """End a run now and remove its queued jobs. The last checkpoint stays valid. `kill`: with SIGKILL."""
     jobs = [str(job.number) for job in run.active_jobs]
     target = _local_process(run)
     if not jobs and target is None:
@@ -136,7 +136,7 @@ def _end_process(pid: int, kill: bool, folder: Path) -> None:
         if waited > _END_S:
             raise WhetError(
                 f"{folder}: process {pid} has not ended within {_END_S:g} s. `whet runs cancel --kill {folder}` ends "
-                "it at once; its last checkpoint stays good"
+                "it at once; its last checkpoint stays valid"
             )
         time.sleep(0.05)
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from whet.core.files import read_json_lines
 from whet.core.run_folder import Owner
-from whet.launch.job_states import FORGOTTEN, Job, SlurmUnavailableError, query_jobs
 from whet.runs.facts import RunFacts, read_all_facts
-from whet.runs.state import State, derive_state, silence_limit
+from whet.runs.state import FORGOTTEN, Job, SlurmUnavailableError, State, derive_state, query_jobs, silence_limit
 
 _SCRIPT = "job.sh"
 

@@ -15,7 +15,7 @@ class SearchConfig(Section):
     method: Literal["asha", "tpe", "random", "grid", "single"] = Field(
         default="asha",
         description="asha: random values, and trials that fall behind at a rung stop early. tpe: full-length trials, "
-        "each where earlier ones were good. random: full-length trials. grid: every combination. single: one trial.",
+        "sampled near good earlier ones. random: full-length trials. grid: every combination. single: one trial.",
     )
     metric: str | None = Field(
         default=None,

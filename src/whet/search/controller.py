@@ -1,4 +1,4 @@
-"""The search: asks for trials, runs them up to their rungs, decides which continue, and resumes after a kill.
+"""The search: samples trials, runs them up to their rungs, decides which continue, and resumes after a kill.
 
 Optuna's storage and the run folders are the whole state. A search that was killed finds its trials there as RUNNING and
 continues each from its checkpoint; what a trial has measured before the kill is read from its folder.
@@ -21,7 +21,6 @@ from whet.core.files import hash_json
 from whet.core.signals import collect_stop_signals
 from whet.search.brackets import Bracket, choose_bracket
 from whet.search.config import SearchConfig
-from whet.search.place import Place, TrialEnd
 from whet.search.script import ScriptConfig, TrialConfig
 from whet.search.space import Assignment, Space
 from whet.search.study import (
@@ -39,7 +38,9 @@ from whet.search.study import (
 )
 from whet.search.trials import (
     LengthTable,
+    Place,
     Trial,
+    TrialEnd,
     measured_names,
     read_progress,
     read_value,

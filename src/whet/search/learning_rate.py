@@ -69,7 +69,7 @@ class Comparison(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LearningRateResult:
     """What the probes say."""
 
     lr: float | None
@@ -80,7 +80,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Validation:
+class ValidationBaseline:
     """The validation conversations, and the model that all probes start from."""
 
     tokens: NDArray[np.int64]
@@ -126,9 +126,9 @@ def horizons(steps: int) -> tuple[int, int]:
 
 
 def find_learning_rate(
-    measure: Callable[[float, int], Probe], validation: Validation, steps: int, start: float,
+    measure: Callable[[float, int], Probe], validation: ValidationBaseline, steps: int, start: float,
     limits: tuple[float, float] = (1e-9, 10.0),
-) -> Finding:  # fmt: skip
+) -> LearningRateResult:  # fmt: skip
     """Choose rates for probes around `start`, measure them, and propose one for a run of `steps`, within `limits`."""
     short, long = horizons(steps)
     measure = functools.cache(measure)
@@ -136,7 +136,7 @@ def find_learning_rate(
     if _is_flat(ladder, validation):  # perhaps nothing was learned yet
         ladder, short = _climb(measure, validation, long, start, limits), long
         if _is_flat(ladder, validation):
-            return Finding(None, _why_flat(ladder, validation), _compare(ladder, validation))
+            return LearningRateResult(None, _why_flat(ladder, validation), _compare(ladder, validation))
     first, near = _best_rate(ladder, validation), ladder
     if short < long:
         near = _descend(measure, validation, long, 6 * first * _half_in_short_runs(long), limits)
@@ -151,10 +151,10 @@ def find_learning_rate(
     if lr in limits:
         reason += f". {lr:.2g} is an end of the range {limits[0]:.2g} to {limits[1]:.2g}: better rates may be outside"
     every = {(probe.lr, probe.steps): probe for probe in (*ladder, *near)}
-    return Finding(lr, reason, _compare(list(every.values()), validation))
+    return LearningRateResult(lr, reason, _compare(list(every.values()), validation))
 
 
-def _best_rate(probes: list[Probe], validation: Validation) -> float:
+def _best_rate(probes: list[Probe], validation: ValidationBaseline) -> float:
     """The best rate of the whole run, from probes of one length. Where even the lowest allowed rate learns more than
     half as much as the best probe, the rate of that probe is all that is known."""
     half = _half_learning_rate(probes, validation)
@@ -171,7 +171,7 @@ def _half_in_short_runs(steps: int) -> float:
 
 
 def _climb(
-    measure: Callable[[float, int], Probe], validation: Validation, steps: int, start: float,
+    measure: Callable[[float, int], Probe], validation: ValidationBaseline, steps: int, start: float,
     limits: tuple[float, float],
 ) -> list[Probe]:  # fmt: skip
     """Five probes at half-decade steps around `start`, and further ones until the best is not at an end and the lowest
@@ -208,7 +208,7 @@ def _measure_around(
     return [measure(lr, steps) for lr in sorted(lrs)]
 
 
-def _is_flat(probes: list[Probe], validation: Validation) -> bool:
+def _is_flat(probes: list[Probe], validation: ValidationBaseline) -> bool:
     """Whether the best rate is hardly better than the untrained model, or than every rate that did not diverge."""
     best = min(probes, key=validation.loss)
     others = [probe for probe in probes if probe.nats is not None and probe is not best]
@@ -217,7 +217,7 @@ def _is_flat(probes: list[Probe], validation: Validation) -> bool:
 
 
 def _descend(
-    measure: Callable[[float, int], Probe], validation: Validation, steps: int, start: float,
+    measure: Callable[[float, int], Probe], validation: ValidationBaseline, steps: int, start: float,
     limits: tuple[float, float],
 ) -> list[Probe]:  # fmt: skip
     """Probes at `start`, its half, its quarter and so on, until one learns less than half as much as the best."""
@@ -230,7 +230,7 @@ def _descend(
     return probes
 
 
-def _half_learning_rate(probes: list[Probe], validation: Validation) -> float | None:
+def _half_learning_rate(probes: list[Probe], validation: ValidationBaseline) -> float | None:
     """The rate with which a probe learns half as much as the best one; None if the lowest learns more. Between probes,
     the loss lies on a line over the logarithm of the rate."""
     heights = [validation.loss(probe) for probe in probes]
@@ -250,7 +250,7 @@ def _clip(lr: float, limits: tuple[float, float]) -> float:
     return min(limits[1], max(limits[0], lr))
 
 
-def _compare(probes: list[Probe], validation: Validation) -> tuple[Comparison, ...]:
+def _compare(probes: list[Probe], validation: ValidationBaseline) -> tuple[Comparison, ...]:
     compared = []
     for steps in sorted({probe.steps for probe in probes}):
         alike = sorted((probe for probe in probes if probe.steps == steps), key=lambda probe: probe.lr)
@@ -267,7 +267,7 @@ def _compare(probes: list[Probe], validation: Validation) -> tuple[Comparison, .
 # The reason, in words.
 
 
-def _describe_probes(near: list[Probe], validation: Validation) -> str:
+def _describe_probes(near: list[Probe], validation: ValidationBaseline) -> str:
     best = min(near, key=validation.loss)
     others = []
     for probe in near:
@@ -282,7 +282,7 @@ def _describe_probes(near: list[Probe], validation: Validation) -> str:
     return f"after {best.steps} steps, {best.lr:.2g} is the best probe" + (f" ({'; '.join(others)})" if others else "")
 
 
-def _why_flat(probes: list[Probe], validation: Validation) -> str:
+def _why_flat(probes: list[Probe], validation: ValidationBaseline) -> str:
     lrs = f"{probes[0].lr:.2g} to {probes[-1].lr:.2g}"
     best = min(probes, key=validation.loss)
     gain = validation.before - validation.loss(best)

@@ -26,10 +26,17 @@ from whet.evaluation.validation_losses import ConversationLosses
 from whet.execution.cuda_graphs import release_cuda_graphs
 from whet.run.lifecycle import run_training
 from whet.run.memory_choice import choose_memory_settings
-from whet.run.model_reference import resolve_model_reference
+from whet.run.models.model_reference import resolve_model_reference
 from whet.run.resume import changed_settings
 from whet.run.trial import delete_previous_trial, delete_weights, sibling_config
-from whet.search.learning_rate import MIN_STEPS, Finding, Probe, Validation, find_learning_rate, horizons
+from whet.search.learning_rate import (
+    MIN_STEPS,
+    LearningRateResult,
+    Probe,
+    ValidationBaseline,
+    find_learning_rate,
+    horizons,
+)
 from whet.search.space import read_space
 from whet.training.checkpoints import save_checkpoint, saved_steps, wait_for_save
 from whet.training.optimizers.factory import set_learning_rates
@@ -111,7 +118,7 @@ def _probe(run: Run, limits: tuple[float, float] | None) -> None:
     losses = branch.evaluate()
     if losses is None:
         raise WhetError("the validation loss before training is not finite. `whet check` finds the reason")
-    validation = Validation(losses.tokens, losses.nats)
+    validation = ValidationBaseline(losses.tokens, losses.nats)
     record = _Record(run, losses)
     short, long = horizons(steps)
     info(f"probes take {short} and {long} of the run's {steps} steps; validation loss before: {validation.before:.4f}")
@@ -210,7 +217,7 @@ class _Record:
             append_json_line(self._file, line | {"validation": self._validation})
 
 
-def _result(run: Run, finding: Finding, tokens: int) -> dict[str, Any]:
+def _result(run: Run, finding: LearningRateResult, tokens: int) -> dict[str, Any]:
     return {
         "lr": finding.lr,
         "verdict": "cannot tell" if finding.lr is None else "proposal",

@@ -27,7 +27,7 @@ from whet.config import Config, RunConfig
 from whet.core.config import Section, config_error
 from whet.core.files import user_path
 from whet.launch.config import LaunchConfig
-from whet.launch.program import python_script
+from whet.launch.local import python_script
 from whet.search.config import SearchConfig
 
 _ArgumentValue = str | int | float | bool | None | list[str | int | float | bool]

@@ -22,13 +22,12 @@ from whet.core.yaml import Node, dump_yaml, parse_yaml, read_yaml
 from whet.search.brackets import Bracket, expected_at_rungs, make_brackets, rung_lengths
 from whet.search.config import SearchConfig
 from whet.search.controller import Controller
-from whet.search.local import LocalPlace
-from whet.search.place import Place
+from whet.search.local_trials import LocalPlace
 from whet.search.script import ScriptConfig, TrialConfig
-from whet.search.slurm import SlurmPlace
+from whet.search.slurm_trials import SlurmPlace
 from whet.search.space import Space, read_space
 from whet.search.study import JOURNAL, AshaPruner, open_study
-from whet.search.trials import LengthTable, length_in_steps, plain_recipe, require_metric, trial_length
+from whet.search.trials import LengthTable, Place, length_in_steps, plain_recipe, require_metric, trial_length
 
 _DEFAULT_TRIALS = 16
 RECIPE = "search.yaml"

@@ -9,10 +9,10 @@ import. It reads JSON lines on stdin and answers on stdout:
     ← {"ready": true, "device": "cuda", "devices": 8}
     ← {"ended": 3, "code": 0}
 
-When stdin ends, because the search was killed, every trial is asked to save a checkpoint and end. A machine with an
+When stdin ends, because the search was killed, every trial saves a checkpoint and ends. A machine with an
 accelerator gets new interpreters instead of forks: a device that an import has initialized does not survive a fork.
 A script of the user's, which has a file `stop`, is a new process in a session of its own. SIGTERM would reach a
-launcher or the workers of a data loader instead of the process that trains; it is asked to end by that file.
+launcher or the workers of a data loader instead of the process that trains; that file stops it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from whet.core.processes import child_pids
-from whet.core.signals import terminate_with_parent
+from whet.core.signals import child_pids, terminate_with_parent
 
 _PRELOADED = (
-    "whet.cli.app", "whet.run.lifecycle", "whet.run.trial", "whet.run.model_reference", "whet.report.html_report",
-    "torch._dynamo", "torch.distributed.checkpoint", "torch.utils.tensorboard", "safetensors.torch",
-    "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
+    "whet.cli.app", "whet.run.lifecycle", "whet.run.trial", "whet.run.models.model_reference",
+    "whet.report.html_report", "torch._dynamo", "torch.distributed.checkpoint", "torch.utils.tensorboard",
+    "safetensors.torch", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 

@@ -1,11 +1,11 @@
-"""Trials: their recipes, their lengths in steps at each rung, and what their run folders say."""
+"""Trials: their recipes, their lengths in steps at each rung, their run folders, and where they run."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,13 +15,13 @@ from whet.core.errors import WhetError
 from whet.core.files import atomic_write, hash_json, read_json_lines
 from whet.core.yaml import Node, Template, dump_yaml
 from whet.run.data import make_plan, prepare_data
-from whet.run.model_reference import resolve_model_reference
-from whet.search.place import TrialRun
+from whet.run.models.model_reference import resolve_model_reference
 from whet.search.script import ScriptConfig, TrialConfig
 from whet.search.space import Assignment, Space
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
 
 _TRIAL_SETTINGS: dict[str, dict[str, Any]] = {
     "export": {"at_end": "none"}, "eval": {"at_start": False, "prompts": []}, "checkpoint": {"keep_last": 1},
@@ -197,3 +197,61 @@ def require_metric(config: TrialConfig, metric: str) -> None:
         raise WhetError(f"search.metric: {metric} is not measured. Use val_loss, val_bpb, val_accuracy or task/NAME")
     elif config.data.validation is None:
         raise WhetError(f"search.metric: {metric}, but there is no validation data. Set data.validation")
+
+
+# Where trials run: the interface of this machine (local_trials.py) and of Slurm (slurm_trials.py).
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRun:
+    """A trial up to its next rung: `whet train RECIPE --resume --until STEP`, or a script of the user's.
+
+    --resume starts a run that does not exist yet, and continues one that has been stopped at an earlier rung.
+    """
+
+    number: int
+    recipe: Path
+    """The trial's own, with values instead of ranges, and with its run.dir."""
+    config: TrialConfig
+    """The same, read."""
+    until: int
+    """The step after which it evaluates, saves a checkpoint and ends. The schedule is that of the whole run."""
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.config.folder
+
+
+@dataclass(frozen=True, slots=True)
+class TrialEnd:
+    """The end of the process or job of a TrialRun."""
+
+    number: int
+    exit_code: int
+    """Of `whet train` (core/errors.py); negative: the signal that killed it."""
+    reason: str = ""
+    """Why it failed, in a line, where that is known."""
+
+
+class Place(Protocol):
+    """Runs trials. The search calls it from one thread, and starts at most `slots` trials at a time."""
+
+    @property
+    def slots(self) -> int:
+        """How many trials can run at the same time if search.concurrent is not set."""
+
+    def start(self, trial: TrialRun) -> None:
+        """Start a trial; returns at once."""
+
+    def poll(self, seconds: float) -> list[TrialEnd]:
+        """The trials that have ended since the last call; waits up to `seconds` for one."""
+
+    def stop(self) -> None:
+        """Request every running trial to save a checkpoint and end. `poll` reports the ends."""
+
+    def kill(self) -> None:
+        """End every running trial at once; their last checkpoints stay good."""
+
+    def close(self) -> None:
+        """Release what the place holds. No trial is running any more, unless an error is on its way."""

@@ -1,22 +1,28 @@
-"""The web application: OpenAI's endpoints, health, metrics and the chat page."""
+"""The web application: OpenAI's endpoints, health, metrics and the chat page; and how it starts."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from whet.core.console import warn
+from whet.inference.generate import context_length
+from whet.inference.kv_cache import probe_kv_cache
+from whet.inference.online_engine import OnlineEngine, SerialEngine
+from whet.run.models.load_models import LoadedModels
 from whet.serve.endpoints import ENDPOINTS, Endpoint, ServedModel, server_sent_event
-from whet.serve.metrics import Metrics
 from whet.serve.requests import parse_request
-from whet.serve.service import Generation, GenerationService
-from whet.web.guard import App, Event, Guard, Limits, Receive, Rejection, Scope, Send
+from whet.serve.service import Generation, GenerationService, Metrics, StepEngine
+from whet.web.request_guard import App, Event, Limits, Receive, Rejection, RequestGuard, Scope, Send
+from whet.web.server import WebServer
 
 _PAGE_FILES = {
     "/": ("whet.serve", "page.html", "text/html"),
@@ -90,7 +96,7 @@ def make_app(
 
     for path in _PAGE_FILES:
         app.get(path)(show_page)
-    return _count_responses(Guard(app, token, limits or Limits()), metrics)
+    return _count_responses(RequestGuard(app, token, limits or Limits()), metrics)
 
 
 def _unknown_model(name: str, known: Iterable[str]) -> Rejection:
@@ -162,3 +168,36 @@ def _count_responses(app: App, metrics: Metrics) -> App:
         await app(scope, receive, count)
 
     return counted
+
+
+# From loaded models to a running server.
+
+GRACE_SECONDS = 30
+_MAX_BATCH_CPU, _MAX_BATCH_GPU = 64, 256
+
+
+def make_serving_app(loaded: LoadedModels, max_requests: int, token: str | None = None) -> App:
+    """The web application for some models."""
+    first, _ = next(iter(loaded.models.values()))
+    is_cpu = next(first.model.parameters()).device.type == "cpu"
+    metrics = Metrics()
+    with first.context():
+        layers = probe_kv_cache(first.model.eval(), context_length(first.model) or 1)
+    engine: StepEngine
+    if layers is None:
+        warn(f"{first.name}: the KV cache does not support this model, so it answers one request at a time")
+        engine = SerialEngine(first.model, loaded.adapters)
+    else:
+        batch = min(max_requests, _MAX_BATCH_CPU if is_cpu else _MAX_BATCH_GPU)
+        engine = OnlineEngine(first.model, layers, batch, loaded.adapters)
+    service = GenerationService(engine, max_requests, metrics)
+    models = [
+        ServedModel(name, model, adapter, has_logprobs=layers is not None)
+        for name, (model, adapter) in loaded.models.items()
+    ]
+    return make_app(models, service, metrics, token)
+
+
+def run_server(app: App, listener: socket.socket, on_start: Callable[[], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C; requests in progress have GRACE_SECONDS to finish."""
+    WebServer(app, GRACE_SECONDS, on_start).run(sockets=[listener])

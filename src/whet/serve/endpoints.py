@@ -31,7 +31,7 @@ from whet.serve.answers import (
 from whet.serve.requests import ChatRequest, CompletionRequest, GenerationRequest
 from whet.serve.service import Generation, GenerationService
 from whet.serve.tool_calls import ToolCallFormat, find_tool_call_format
-from whet.web.guard import Rejection
+from whet.web.request_guard import Rejection
 
 _CHARACTERS_PER_TOKEN = 8
 _CUT_TOKENS = 64
@@ -289,7 +289,7 @@ class ChatCompletion(Endpoint):
         }  # fmt: skip
 
 
-class Completion(Endpoint):
+class CompletionEndpoint(Endpoint):
     """`POST /v1/completions`"""
 
     prefix, whole, chunk, prompt_field = "cmpl", "text_completion", "text_completion", "prompt"
@@ -335,9 +335,9 @@ class Completion(Endpoint):
         return self.delta(choice, text, ending.finish_reason)
 
 
-ENDPOINTS: Mapping[str, tuple[type[ChatCompletion | Completion], type[GenerationRequest]]] = {
+ENDPOINTS: Mapping[str, tuple[type[ChatCompletion | CompletionEndpoint], type[GenerationRequest]]] = {
     "/v1/chat/completions": (ChatCompletion, ChatRequest),
-    "/v1/completions": (Completion, CompletionRequest),
+    "/v1/completions": (CompletionEndpoint, CompletionRequest),
 }
 
 

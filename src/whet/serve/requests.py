@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from whet.core.display import is_valid_text
 from whet.inference.sampling import Sampling
-from whet.web.guard import Rejection
+from whet.web.request_guard import Rejection
 
 _GREEDY_BELOW = 1e-4
 """Dividing logits by a smaller temperature overflows; the most likely token has all the probability long before."""

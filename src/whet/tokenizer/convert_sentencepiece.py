@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.core.console import info
 from whet.core.errors import WhetError
+from whet.tokenizer.named_templates import TurnMarker, TurnMarkers, set_marker_template
 from whet.tokenizer.sentencepiece import (
     BPE,
     BYTE,
@@ -35,7 +36,6 @@ from whet.tokenizer.sentencepiece import (
     load_processor,
     read_sentencepiece_model,
 )
-from whet.tokenizer.turn_markers import TurnMarker, TurnMarkers, set_marker_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from whet.checkpoint import directory
+from whet.checkpoint.directory import DamagedCheckpointError
 from whet.checkpoint.load import load_checkpoint
-from whet.checkpoint.manifest import DamagedCheckpointError
 from whet.config import Config
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, warn
@@ -24,8 +24,8 @@ from whet.core.files import parse_json_line
 from whet.model.load.weight_files import weights_hash
 from whet.model.loss.loss_model import LossModel
 from whet.training.guard import Guard
-from whet.training.loss_scale import LossScaler
 from whet.training.metrics import RunTotals
+from whet.training.precision import LossScaler
 from whet.training.records import RECORDS, Prefix, initial_evaluation, record_file
 from whet.training.run_state import Run
 
@@ -33,7 +33,7 @@ _PACKAGES = ("whet", "torch", "transformers", "peft", "safetensors", "numpy")
 
 
 def save_is_due(run: Run) -> bool:
-    """By rank 0's clock (checkpoint.minutes). A save that failed, or a damaged store, asks for the next one, which
+    """By rank 0's clock (checkpoint.minutes). A save that failed, or a damaged store, triggers the next one, which
     raises the error on every rank."""
     if run.saver is None or not run.ranks.is_main:
         return False

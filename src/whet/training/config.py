@@ -22,7 +22,7 @@ class BatchConfig(Section):
         default=None,
         ge=1,
         description="Alternative: room for tokens, as whole rows: 10000 with rows of 4096 is 2 rows. Rows are rarely "
-        "full, so a step holds fewer tokens; `whet train` and `whet check` say how many.",
+        "full, so a step holds fewer tokens; `whet train` and `whet check` print how many.",
     )
 
     @model_validator(mode="after")
@@ -62,7 +62,7 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices; vectors have none.")
     flavour: Literal["moonlight", "nanochat"] = Field(
         default="moonlight",
-        description="Muon's: moonlight scales updates so that AdamW's lr serves matrices, too; nanochat takes that "
+        description="Muon's: moonlight scales updates so that AdamW's lr suits matrices, too; nanochat uses that "
         "program's learning rates, with Polar Express, NorMuon, cautious decay of matrices alone, and its groups.",
     )
     momentum: _Beta = Field(default=0.95, description="Muon's momentum.")

@@ -13,11 +13,10 @@ import torch
 from whet.execution.cuda_graphs import compile_and_capture_count
 from whet.model.loss.linear_cross_entropy import LossSum
 from whet.parallel.fsdp import has_collectives_in_passes
-from whet.training.metrics import RunTotals
+from whet.training.metrics import RunTotals, StepTime, StepTimer
 from whet.training.optimizers.factory import decides_on_device, gradient_bytes
 from whet.training.run_state import Run
 from whet.training.step import ForwardPasses
-from whet.training.timing import StepTime, StepTimer
 
 _MAX_GRADIENT_BYTES = 2**30
 

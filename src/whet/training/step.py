@@ -20,7 +20,7 @@ from whet.core.heartbeat import PHASE
 from whet.data.loader import Loader, ReplayLoader
 from whet.execution.cuda_graphs import release_cuda_graphs
 from whet.execution.device_memory import free_cached
-from whet.model.experts.load import StepLoad
+from whet.model.experts.routing import StepLoad
 from whet.model.loss.linear_cross_entropy import LossSum
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.ddp import accumulate_in_fp32, all_reduce_gradients
@@ -41,7 +41,7 @@ def train_step(
     """Launch one optimizer step over this rank's micro-batches; `PendingStep.wait` returns its loss and gradient norm.
 
     The optimizer changes no weight if the loss or the gradient norm is not finite or the loss is above `spike_limit`.
-    `stop_requested` and `save` are requests of this rank; the result has those of any rank. Whether to stop is asked
+    `stop_requested` and `save` are requests of this rank; the result has those of any rank. Whether to stop is decided
     after the passes, so that a signal during them ends the run with this step. Without an optimizer, as in
     `whet train --replay`, only gradients are computed. A rank that runs out of memory repeats its passes with smaller
     micro-batches, while the others wait for its gradients.

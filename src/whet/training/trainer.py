@@ -10,21 +10,27 @@ from typing import Any
 from whet.core.console import ExponentialAverage, info, warn
 from whet.core.errors import RunFailedError, StoppedError
 from whet.core.heartbeat import PHASE
-from whet.core.panel import training_progress
 from whet.core.signals import collect_stop_signals
 from whet.execution.cuda_graphs import release_cuda_graphs
-from whet.model.effect import list_experts, listed
-from whet.model.experts.load import StepLoad
+from whet.model.experts.routing import StepLoad
+from whet.model.weight_effect import list_experts, listed
 from whet.training.checkpoints import roll_back, save_checkpoint, save_is_due, wait_for_save
 from whet.training.faults import LOWER_LR_HINT, handle_fault
-from whet.training.metrics import RunTotals, StepSpeed, excluded_step_metrics, progress_note, step_metrics
-from whet.training.micro_batches import use_smaller_micro_batches
+from whet.training.metrics import (
+    RunTotals,
+    StepSpeed,
+    StepTime,
+    excluded_step_metrics,
+    progress_note,
+    startup_summary,
+    step_metrics,
+)
 from whet.training.optimizers.factory import optimizer_step, set_learning_rates
 from whet.training.overlap import Overlap
-from whet.training.run_state import Run
+from whet.training.panel import training_progress
+from whet.training.run_state import Run, use_smaller_micro_batches
 from whet.training.schedule import step_lr_factor
 from whet.training.step import StepResult, train_step
-from whet.training.timing import StepTime, startup_summary
 
 _STEPS_UNTIL_IDLE = 100
 """An expert without a token in so many steps is idle."""
@@ -141,15 +147,15 @@ def finish_step(
 
 
 def _warn_of_idle_experts(run: Run, load: StepLoad) -> None:
-    """Once, after enough steps to be sure; at its end the run lists them again (training/effect.py)."""
+    """Once, after enough steps to be sure; at its end the run lists them again (training/effect_meter.py)."""
     counted = run.model.expert_load
     assert counted is not None
     counted.steps += 1
     if counted.steps == _STEPS_UNTIL_IDLE and load.idle_so_far and run.step + 1 < run.intervals.last:
         idle = [f"{name} ({list_experts(experts)})" for name, experts in counted.idle_experts().items()]
         warn(
-            f"after {counted.steps} steps, {int(load.idle_so_far):,} of {counted.experts:,} experts have got no token: "
-            f"{listed(idle)}"
+            f"after {counted.steps} steps, {int(load.idle_so_far):,} of {counted.experts:,} experts have received "
+            f"no token: {listed(idle)}"
         )
 
 

@@ -17,7 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from whet.core.errors import WhetError
-from whet.web.guard import App
+from whet.web.request_guard import App
 
 TOKEN_VARIABLE = "WHET_TOKEN"
 """Messages and logs mask its value, as that of every variable whose name ends so."""
@@ -34,7 +34,7 @@ def require_token(host: str) -> str | None:
         raise WhetError(f"{TOKEN_VARIABLE}: a token has at least {_MIN_TOKEN} letters and digits. {_NEW_TOKEN}")
     if token is None and not _is_loopback(host):
         raise WhetError(
-            f"--host {host}: whoever reaches this address could use the server, so it needs a token. {_NEW_TOKEN}, or "
+            f"--host {host}: anyone who reaches this address can use the server, so it needs a token. {_NEW_TOKEN}, or "
             "keep the default address and reach it through a tunnel: ssh -L PORT:localhost:PORT THIS-MACHINE"
         )
     return token

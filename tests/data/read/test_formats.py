@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from examples import examples
 from whet.core.errors import BadRecordError
-from whet.data.calculator import CALCULATOR_SCHEMA
-from whet.data.conversation import Conversation, MarkedText, Message, Origin, PlainText, ToolCall
+from whet.data.conversation import CALCULATOR_SCHEMA, Conversation, MarkedText, Message, Origin, PlainText, ToolCall
 from whet.data.read.formats import FORMATS, parser_of
 
 from .test_messages import JSON

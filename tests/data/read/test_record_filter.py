@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from examples import examples
 from whet.core.errors import BadRecordError, WhetError
-from whet.data.read.record_filter import RecordFilter
+from whet.data.read.sources import RecordFilter
 
 RECORD = {"lang": "De", "score": 3, "ok": True, "none": None, "tags": ["a", "b"], "meta": {"lang": "fr", "n": {"x": 1}},
           "turns": 99, "two words": 1}  # fmt: skip

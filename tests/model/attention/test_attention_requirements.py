@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 
 from whet.core.errors import WhetError
 from whet.model import attention
-from whet.model.attention.requirements import _classify_mask
+from whet.model.attention.dispatch import _classify_mask
 from whet.model.loss.loss_model import LossModel
 from whet.model.packing_check import choose_packing
 

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from tiny_architectures import tiny_model
 from whet.model.config import AdapterConfig
-from whet.model.experts.activation import register_activation
 from whet.model.experts.install import install_experts
 from whet.model.experts.operators import ExpertsShape, ExpertsWeights, LoraPair, experts
-from whet.model.experts.products import sort_by_expert
+from whet.model.experts.steps import register_activation, sort_by_expert
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 
 TOKENS, CHOICES, EXPERTS, HIDDEN, INTERMEDIATE = 23, 3, 6, 10, 7

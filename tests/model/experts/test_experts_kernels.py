@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from whet.model.experts import steps as definition
-from whet.model.experts.activation import Activation, GatedSilu
-from whet.model.experts.products import SortedRows, sort_by_expert
+from whet.model.experts.steps import Activation, GatedSilu, SortedRows, sort_by_expert
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SWIGLU, CLAMPED = GatedSilu(False, 1.0, float("inf"), 0.0), GatedSilu(True, 1.702, 0.8, 1.0)

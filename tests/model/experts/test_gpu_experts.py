@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from whet.model.experts.activation import register_activation
 from whet.model.experts.operators import ExpertsShape, ExpertsWeights, LoraPair, experts
+from whet.model.experts.steps import register_activation
 
 pytestmark = pytest.mark.gpu
 TOKENS, CHOICES, EXPERTS, HIDDEN, WIDTH, RANK = 700, 4, 16, 256, 128, 16

@@ -12,7 +12,7 @@ from tiny_architectures import tiny_model
 from whet.execution.recompute import with_recompute
 from whet.model.config import AdapterConfig
 from whet.model.experts.install import install_experts
-from whet.model.experts.load import ExpertLoad, StepLoad
+from whet.model.experts.routing import ExpertLoad, StepLoad
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.modules import decoder_layers
 

@@ -21,8 +21,15 @@ from whet.model.fp8.casting import (
     compute_scale,
     scale_from_amax,
 )
-from whet.model.fp8.conversion import convert_to_fp8_, fp8_unsupported_reason
-from whet.model.fp8.mlp import FP8MLP, silu_mul_amax, silu_mul_backward_amax, silu_mul_backward_cast, silu_mul_cast
+from whet.model.fp8.conversion import (
+    FP8MLP,
+    convert_to_fp8_,
+    fp8_unsupported_reason,
+    silu_mul_amax,
+    silu_mul_backward_amax,
+    silu_mul_backward_cast,
+    silu_mul_cast,
+)
 from whet.model.modules import is_gated_mlp
 
 Make = Callable[..., Any]

@@ -16,7 +16,7 @@ from whet.model import frozen_weight
 from whet.model.config import AdapterConfig
 from whet.model.flops import count_step_flops
 from whet.model.frozen_weight import materialize_weight
-from whet.model.lora import fuse, fused_linear, fused_mlp
+from whet.model.lora import fuse, fused_mlp
 from whet.model.lora.fuse import fuse_lora_, use_low_memory_backward_
 from whet.model.lora.low_rank import extract_lora
 from whet.model.lora.peft_adapters import add_adapter, merge_adapter, unwrap_peft
@@ -289,8 +289,8 @@ def test_nothing_is_computed_for_an_input_that_needs_no_gradient(
         sizes.append(found[0].numel())
         return found
 
-    backward = fused_linear._backward
-    monkeypatch.setattr(fused_linear, "_backward", spy)
+    backward = fuse._backward
+    monkeypatch.setattr(fuse, "_backward", spy)
     _, fused, _ = both(make_model("Llama"))
     learn(fused)
     assert sizes == [14 * 32, 14 * 32, 14 * 32, 0]  # o and q k v, from the last layer to the first
@@ -343,7 +343,7 @@ def test_operators_pass_opcheck(make_model: Make, shape: tuple[int, ...]) -> Non
         )
         matrices = [matrix for layer in layers for matrix in (layer.a, layer.b)]
         sizes, factors = [1] * len(layers), [0.5] * len(layers)
-        torch.library.opcheck(fused_linear._forward, (x, frozen, sizes, biases, matrices, factors))
+        torch.library.opcheck(fuse._forward, (x, frozen, sizes, biases, matrices, factors))
 
 
 class Limited(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from whet.model.config import AdapterConfig
 from whet.model.fp8.conversion import convert_to_fp8_, count_fp8_layers
-from whet.model.lora import fused_linear, fused_mlp
+from whet.model.lora import fuse, fused_mlp
 from whet.model.lora.fuse import fuse_lora_, use_low_memory_backward_
 from whet.model.lora.low_rank import extract_lora
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
@@ -149,4 +149,4 @@ def test_operators_pass_opcheck(make_model: Make, tokens: int) -> None:
     frozen = [part for layer in layers for part in layer.frozen]
     matrices = [matrix.detach() for layer in layers for matrix in (layer.a, layer.b)]
     inputs = (x.requires_grad_(), frozen, [2, 2, 2], [], [each.requires_grad_() for each in matrices], [0.5] * 3)
-    torch.library.opcheck(fused_linear._forward, inputs)
+    torch.library.opcheck(fuse._forward, inputs)

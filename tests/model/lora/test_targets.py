@@ -11,8 +11,14 @@ from torch import nn
 from tiny_architectures import tiny_model
 from whet.core.errors import WhetError
 from whet.model.config import AdapterConfig
-from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
-from whet.model.lora.targets import expert_stacks, frozen_routers, resolve_targets, router_names
+from whet.model.lora.peft_adapters import (
+    add_adapter,
+    expert_stacks,
+    frozen_routers,
+    resolve_targets,
+    router_names,
+    unwrap_peft,
+)
 
 
 @pytest.fixture(scope="module")

@@ -232,7 +232,7 @@ def put_searcher(draft: Draft, searched: int) -> None:
     if name in ("async_halving", "asha"):
         draft.put("search.mode", "aggressive", "searcher", why=f"{name} has one bracket")
     elif name == "adaptive_asha" and "search.concurrent" not in draft.settings:
-        draft.note("different", "searcher", "max_concurrent_trials: Determined runs 16 trials at a time unless told "
+        draft.note("different", "searcher", "max_concurrent_trials: Determined runs 16 trials at a time unless set "
                    "otherwise, whet as many as there are devices (search.concurrent)")  # fmt: skip
     for key, node in inside.items():
         reason = _NO_PLACE.get(key)

@@ -202,7 +202,7 @@ class Draft:
             elif row.fate == "copied":
                 self.put(row.to, convert(entry.node, entry.key, row.type), name)
             elif row.fate == "rule":
-                self._note("not needed", entry, "has no effect beside the other settings of this file")
+                self._note("not needed", entry, "has no effect with the other settings of this file")
             else:
                 self._note(self._category(row, entry), entry, row.reason)
         for name, default in self.kind.defaults.items():

@@ -1,4 +1,4 @@
-"""`whet import config`: a configuration of another program → a recipe, and what it does not say or says otherwise."""
+"""`whet import config`: a configuration of another program → a recipe, with a comment on each value."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ import functools
 import math
 import os
 import re
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from whet import __version__
 from whet.config import Config
 from whet.convert.configs import axolotl, deepspeed, determined, llamafactory, mindspeed, nanochat, neox, trl
-from whet.convert.configs.conflicts import resolve_conflicts
-from whet.convert.configs.draft import CATEGORIES, Draft, as_node
+from whet.convert.configs.draft import CATEGORIES, Draft, Note, as_node
 from whet.convert.configs.read import read_tree
 from whet.convert.configs.table import Kind
-from whet.convert.configs.write import describe, write_recipe
 from whet.core import console
 from whet.core.config import is_search_range, list_settings, merge_trees, validate_config
 from whet.core.config import read_tree as read_recipe_tree
+from whet.core.display import escape_controls
 from whet.core.errors import WhetError, os_error
 from whet.core.files import atomic_write
-from whet.core.yaml import Node, parse_yaml
+from whet.core.yaml import Node, dump_yaml_inline, parse_yaml
 
 KINDS: dict[str, Kind] = {
     module.KIND.name: module.KIND
@@ -48,7 +49,7 @@ def import_config(kind: str | None, file: Path, onto: Path | None = None, out: P
         result = merge_trees(read_recipe_tree(Config, onto, expand="none"), result, Config)
     missing = _validate(draft.tree() if recipe is None else merge_trees(recipe, draft.tree(), Config))
     title = (
-        f"Imported by whet {__version__} from {file}, read as a file of {chosen.tool}. The comment beside a value says "
+        f"Imported by whet {__version__} from {file}, read as a file of {chosen.tool}. The comment on a value says "
         "where it comes from; the comments at the end say what else you should know."
     )
     if missing:
@@ -199,3 +200,130 @@ def _print_notes(draft: Draft, kind: Kind, file: Path, missing: list[str], out: 
         console.warn(f"a file of {kind.tool} is a part of a configuration: --onto RECIPE adds it to a recipe")
     if out is not None:
         console.info(f"written: {out}")
+
+
+# What other programs combine and whet does not: one of the two is left out, and the recipe says which.
+
+
+def resolve_conflicts(draft: Draft) -> None:
+    """Leave out what `whet/config.py` would refuse, with a note; wrong values are left for it to refuse."""
+
+    def value(to: str) -> Any:
+        return draft.settings[to].plain() if to in draft.settings else None
+
+    def is_split(to: str) -> bool:
+        size = value(to)
+        return isinstance(size, int) and size > 1
+
+    adapter, quantized = "adapter.method" in draft.settings, "quantize" in draft.settings
+    loads_first = value("adapter.method") == "dora" or (
+        adapter and bool(value("adapter.also_train") or value("model.add_tokens"))
+    )
+    whole_layers = value("train.optimizer.name") == "adamw8bit" or value("train.precision") == "fp8"
+    if is_split("parallel.tensor") and (adapter or quantized or whole_layers or is_split("parallel.context")):
+        text = "tensor parallelism with adapters, context parallelism, fp8 or 8-bit optimizers: left out"
+        draft.drop("parallel.tensor", "no equivalent", text)
+    if is_split("parallel.shard") and loads_first and not quantized:
+        text = "sharding with DoRA, modules trained in full, or new tokens: left out"
+        draft.drop("parallel.shard", "no equivalent", text)
+    if value("parallel.offload") == "weights" and (quantized or "parallel.shard" not in draft.settings):
+        draft.drop("parallel.offload", "no equivalent", "offload of 4-bit weights, or of unsharded ones: left out")
+    if quantized and "model.dtype" in draft.settings:
+        draft.drop("model.dtype", "no equivalent", "a dtype of weights that have 4 bits: left out")
+    _drop_trained_validation(draft)
+
+
+def _drop_trained_validation(draft: Draft) -> None:
+    """Validation on the training data: whet refuses it, because it would measure memorization."""
+    tests = "data.validation.sources"
+    trained = _sources(draft, "data.sources")
+    if not any(source in trained for source in _sources(draft, tests)):
+        return
+    text = "validation on the training data would measure memorization: left out. Set data.validation.fraction"
+    draft.drop(f"{tests}.0.path", "decide", text)
+    for to in [to for to in draft.settings if to.startswith(f"{tests}.")]:
+        del draft.settings[to]
+
+
+def _sources(draft: Draft, to: str) -> list[tuple[Any, ...]]:
+    """What makes a source the same as another, of each."""
+    keys = ("path", "split", "subset")
+    found, number = [], 0
+    while f"{to}.{number}.path" in draft.settings:
+        nodes = [draft.settings.get(f"{to}.{number}.{key}") for key in keys]
+        found.append(tuple(None if node is None else node.plain() for node in nodes))
+        number += 1
+    return found
+
+
+# The recipe as text: one comment per value that says where it comes from, and what the user should know at the end.
+
+_WIDTH = 110
+
+
+def write_recipe(tree: Node, notes: list[Note], title: str) -> str:
+    """YAML that reads back as `tree`."""
+    lines = [*_comment(title), "", *(_lines(tree, "") if tree.value else ["{}"])]
+    for category, meaning in CATEGORIES.items():
+        found = [note for note in notes if note.category == category]
+        if found:
+            lines += ["", f"# {meaning[0].upper()}{meaning[1:]}:"]
+            if category == "not needed":
+                lines += _comment(", ".join(dict.fromkeys(note.key for note in found)))
+            else:
+                for note in found:
+                    lines += _comment(f"- {describe(note)}", "  ")
+    return "\n".join(lines) + "\n"
+
+
+def describe(note: Note) -> str:
+    """`sft.yaml:12 streaming: true: no equivalent …`."""
+    value = dump_yaml_inline(note.value)
+    value = f"{value[:57]}…" if len(value) > 60 else value
+    place = "" if note.place.endswith(f" {note.key}") else f"{note.key}: {value}: "
+    return f"{note.place} {place}{note.text}"
+
+
+def _lines(node: Node, indent: str) -> Iterator[str]:
+    """The lines of a mapping or a list; short lists and mappings of scalars stay on one line."""
+    if isinstance(node.value, dict):
+        for key, inner in node.value.items():
+            name = dump_yaml_inline(key)
+            if _is_branch(inner):
+                yield f"{indent}{name}:"
+                yield from _lines(inner, f"{indent}  ")
+            else:
+                yield f"{indent}{name}: {dump_yaml_inline(_plain(inner))}  # {_one_line(inner.place)}"
+    else:
+        assert isinstance(node.value, list)
+        for item in node.value:
+            first, *rest = list(_lines(item, f"{indent}  "))
+            yield f"{indent}- {first.lstrip()}"
+            yield from rest
+
+
+def _is_branch(node: Node) -> bool:
+    """Whether the node takes lines of its own: mappings whose values come from different places, lists of mappings."""
+    if isinstance(node.value, dict):
+        return bool(node.value) and not is_search_range(node)
+    return isinstance(node.value, list) and bool(node.value) and all(
+        isinstance(each.value, dict) and each.value for each in node.value
+    )  # fmt: skip
+
+
+def _plain(node: Node) -> object:
+    """As `Node.plain`, with variables by name."""
+    return node.plain(named=True)
+
+
+def _comment(text: str, indent: str = "") -> list[str]:
+    wrapped = textwrap.wrap(_one_line(text), _WIDTH, subsequent_indent=indent, break_long_words=False)
+    return [f"# {line}" for line in wrapped]
+
+
+_PLACE = re.compile(r"(?:[^\s/]*/)+([^\s/]+:\d+)(?=[ ,]|: |$)")
+"""A file with its folders and a line."""
+
+
+def _one_line(text: str) -> str:
+    return _PLACE.sub(r"\1", " ".join(escape_controls(text).split()))

@@ -79,7 +79,7 @@ def put_length(draft: Draft) -> None:
     if steps := total_steps(draft):
         draft.put("train.steps", steps, "max_steps")
         if draft.has("num_train_epochs"):
-            draft.note("not needed", "num_train_epochs", "has no effect beside max_steps")
+            draft.note("not needed", "num_train_epochs", "has no effect with max_steps")
     elif (epochs := draft.number("num_train_epochs")) is not None:
         if epochs <= 0:
             raise draft.fail("num_train_epochs", "is not a positive number")
@@ -156,7 +156,7 @@ def _put_warmup(draft: Draft, to_steps: Callable[[float], int], ignored: bool) -
         draft.put("train.schedule.warmup", float(value) if value else 0, key, why="of the run" if value else "")
     for other in keys:
         if other != key:
-            draft.note("not needed", other, f"has no effect beside {key}" if draft.has(key) else "0 is the default")
+            draft.note("not needed", other, f"has no effect with {key}" if draft.has(key) else "0 is the default")
 
 
 def _lowest_rate(draft: Draft, name: str, options: dict[str, Any]) -> float:

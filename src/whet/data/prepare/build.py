@@ -64,7 +64,7 @@ def prepare_store(
             if trained_on is None:
                 warn(
                     f"data.store: {folder} was prepared by an earlier version of whet, which read some records and "
-                    "made some loss masks otherwise. Delete the folder to prepare it again"
+                    "made some loss masks differently. Delete the folder to prepare it again"
                 )
             _update_source_names(store, sources, use)
             return PreparedStore(store, reused=True)

@@ -1,4 +1,4 @@
-"""The store: tokenized documents and loss masks on disk, with their origins. It is complete or does not exist.
+"""The store: tokenized documents and loss masks on disk, with origins and checksums. It is complete or absent.
 
 tokens.bin/.idx   ids                         loss.bin/.idx   u8; loss[i] = 1: token i is a target
 origin.npy        (file, line) of each        targets.npy     number of targets of each
@@ -10,14 +10,17 @@ manifest.json     written last: present means complete; has the checksums of all
 from __future__ import annotations
 
 import hashlib
+import os
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whet.core.checksums import FileRecords, hash_files, read_hashed_json, write_hashed_json
-from whet.core.errors import WhetError, os_error
+from whet.core.checksums import FileRecords, find_damage, hash_files, read_hashed_json, write_hashed_json
+from whet.core.errors import WhetError, describe_error, os_error
 from whet.core.files import resolve_path, user_path
 from whet.data.conversation import Origin
 from whet.data.indexed_dataset import IndexedReader, IndexedWriter, token_dtype
@@ -26,6 +29,7 @@ from whet.data.render.renderer import Rendered
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
 
 MANIFEST = "manifest.json"
 _CHECKSUM_BLOCK = 2**26  # bytes; blocks are hashed in parallel
@@ -213,3 +217,61 @@ def count_targets(document: Rendered) -> int:
 def find_overlap(one: Store, other: Store) -> NDArray[np.int64]:
     """Documents of `one` that are exact duplicates of documents in `other`."""
     return np.flatnonzero(np.isin(one.hashes, other.hashes))
+
+
+# The check of a run's stores: in the background while the run starts, because a large store takes minutes to read.
+
+
+class StoreCheck:
+    """Compares the files of stores with the checksums in their manifests, in a thread of low priority.
+
+    An error inside the `with` block may come from damage that is not found yet, such as a token that the model does not
+    know: the check is then completed, and damage is raised instead of the error.
+    """
+
+    def __init__(self, stores: Iterable[Store]) -> None:
+        self._stores = {store.folder: store for store in stores}
+        self._damage: WhetError | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="check the stores", daemon=True)
+
+    def __enter__(self) -> StoreCheck:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            self._thread.join()
+            if self._damage is not None and error is not self._damage:
+                raise self._damage from error
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether damage has been found so far."""
+        return self._damage is not None
+
+    def result(self) -> WhetError | None:
+        """The damage that was found. Blocks until the check is complete."""
+        self._thread.join()
+        return self._damage
+
+    def require_intact(self) -> None:
+        """Raise the damage that was found. Blocks until the check is complete."""
+        if (damage := self.result()) is not None:
+            raise damage
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread and those it starts
+        try:
+            for folder, store in self._stores.items():
+                for message in find_damage(folder, store.checksums, stop=self._stop):
+                    raise WhetError(
+                        f"{message}. Delete the folder {folder} and start again (whet train: with --resume): the data "
+                        "is then prepared again"
+                    )
+        except WhetError as error:
+            self._damage = error
+        except Exception as error:
+            self._damage = WhetError(f"{folder}: checking the prepared data failed: {describe_error(error)}")

@@ -12,11 +12,10 @@ from whet.core.yaml import dump_yaml_inline
 from whet.data.config import Source
 from whet.data.conversation import Origin
 from whet.data.read.container import Container, RawRecord, marked_encoding, open_bytes
-from whet.data.read.formats import FORMATS
+from whet.data.read.formats import FORMATS, find_chat_marker
 from whet.data.read.question_formats import ANSWER_WORDS, QUESTION_WORDS, list_choices
 from whet.data.read.record_fields import closest_key, find_optional, present_names
 from whet.data.read.text_encoding import unmarked_utf16
-from whet.data.read.text_formats import find_chat_marker
 from whet.data.read.unsupported_records import (
     SCORE,
     TURN_KEYS,

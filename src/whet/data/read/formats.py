@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, MarkedText, Origin, PlainText
-from whet.data.read.messages import MESSAGES_FIELDS, RECORD_FIELDS, parse_messages, recognise_messages
+from whet.data.read.messages import (
+    MESSAGES_FIELDS,
+    RECORD_FIELDS,
+    make_conversation,
+    parse_message_list,
+    parse_messages,
+    recognise_messages,
+)
 from whet.data.read.question_formats import (
     ALPACA_FIELDS,
     ALPACA_OPTIONAL,
@@ -23,15 +32,110 @@ from whet.data.read.question_formats import (
     recognise_multiple_choice,
     recognise_prompt_completion,
 )
+from whet.data.read.record_fields import match_fields, require_field, require_nonempty, require_object
 from whet.data.read.sharegpt import SHAREGPT_FIELDS, parse_sharegpt, recognise_sharegpt
-from whet.data.read.text_formats import (
-    TEXT_FIELDS,
-    parse_marked_text,
-    parse_text,
-    parse_transcript,
-    recognise_text,
-    recognise_transcript,
+
+# Formats of one text: plain documents, text with turn markers, and transcripts.
+
+# text and marked: {"text": "…"}, or a whole .txt file.
+
+TEXT_FIELDS = {"text": ("text",)}
+_CHAT_MARKERS = re.compile(
+    r"<\|(?:user|human|prompter|assistant|bot|model|system|im_start|start_header_id|start)\|>|\[INST\]|<start_of_turn>"
 )
+_USER_LABEL, _ASSISTANT_LABEL = (
+    re.compile(
+        rf"(?:^[<\[| ]{{0,3}}|#{{2,3}} ?)(?:{names})[>\]|]{{0,2}} ?:|(?-i:\b{loud}:)", re.IGNORECASE | re.MULTILINE
+    )
+    for names, loud in (("human|user|prompter|instruction", "USER"), ("assistant|response|bot|ai|gpt", "ASSISTANT"))
+)
+
+
+def recognise_text(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """Every set of field names under which the record matches."""
+    if isinstance(record, str):
+        return [{"text": fields.get("text", "text")}]
+    return [
+        names
+        for names in match_fields(record, TEXT_FIELDS, ("text",), fields)
+        if isinstance(record[names["text"]], str)
+    ]
+
+
+def find_chat_marker(record: Any, name: str) -> str | None:
+    """A marker or label of a turn, if the text has turns, so that training on every token may not be intended."""
+    text = record.get(name) if isinstance(record, dict) else record
+    if not isinstance(text, str):
+        return None
+    found = _CHAT_MARKERS.search(text) or (_ASSISTANT_LABEL.search(text) and _USER_LABEL.search(text))
+    return found.group().strip() if found else None
+
+
+def parse_text(record: Any, names: Mapping[str, str], origin: Origin) -> PlainText:
+    """A plain document: every token is supervised."""
+    return PlainText(_require_document(record, names["text"]), origin)
+
+
+def parse_marked_text(record: Any, names: Mapping[str, str], origin: Origin) -> MarkedText:
+    """Text with turn markers, which the renderer resolves (data.markers)."""
+    return MarkedText(_require_document(record, names["text"]), origin)
+
+
+def _require_document(record: Any, name: str) -> str:
+    if isinstance(record, str):
+        return require_nonempty(record, "the text")
+    return require_nonempty(require_field(require_object(record, '{"text": "…"}'), name), f"'{name}'")
+
+
+# transcript: {"text": "### Human: …### Assistant: …"}, or with `Human:` and `Assistant:` after blank lines (HH-RLHF).
+
+_TRANSCRIPT_ROLES = {"Human": "user", "User": "user", "Assistant": "assistant", "System": "system"}
+_TRANSCRIPT_LABELS = (
+    re.compile(r"###\s*(Human|User|Assistant|System)\s*:"),
+    re.compile(r"(?:\A\s*|\n[ \t]*\n)(Human|User|Assistant|System):"),
+)
+
+
+def recognise_transcript(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """Every set of field names under which the record matches."""
+    found = recognise_text(record, fields)
+    texts = [record[names["text"]] if isinstance(record, dict) else record for names in found]
+    roles = [{role for role, _ in _split_transcript(text)} for text in texts]
+    return [names for names, spoken in zip(found, roles, strict=True) if {"user", "assistant"} <= spoken]
+
+
+def parse_transcript(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
+    """Parse a record; raises BadRecordError."""
+    turns = _split_transcript(_require_document(record, names["text"]))
+    if not turns:
+        raise BadRecordError(
+            "bad transcript", f"'{names['text']}' does not begin with a label of a turn such as ### Human: or Human:"
+        )
+    spoken = turns[1:] if turns[0][0] == "system" else turns
+    for number, (role, _) in enumerate(spoken):
+        expected = ("user", "assistant")[number % 2]
+        if role != expected:
+            raise BadRecordError(
+                "bad transcript",
+                f"'{names['text']}': turn {number + 1} is the {role}'s, not the {expected}'s. Turns must alternate; a "
+                "label inside a text begins a turn",
+            )
+    messages = parse_message_list([{"role": role, "content": content} for role, content in turns])
+    return make_conversation(messages, record, names, origin)
+
+
+def _split_transcript(text: str) -> list[tuple[str, str]]:
+    """(role, text) of every turn; none if the text does not begin with a label."""
+    for labels in _TRANSCRIPT_LABELS:
+        found = [*labels.finditer(text)]
+        if found and not text[: found[0].start()].strip():
+            ends = [each.start() for each in found[1:]] + [len(text)]
+            return [
+                (_TRANSCRIPT_ROLES[each[1]], text[each.end() : end].strip())
+                for each, end in zip(found, ends, strict=True)
+            ]
+    return []
+
 
 RecordParser = Callable[[Any, Mapping[str, str], Origin], Conversation | PlainText | MarkedText]
 

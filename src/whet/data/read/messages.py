@@ -9,8 +9,16 @@ from typing import Any
 
 from whet.core.display import is_valid_text
 from whet.core.errors import BadRecordError
-from whet.data.calculator import CALCULATOR_SCHEMA, CalculatorStep, calculator_messages
-from whet.data.conversation import ROLES, Conversation, Message, Origin, ToolCall
+from whet.data.conversation import (
+    CALCULATOR_SCHEMA,
+    ROLES,
+    CalculatorStep,
+    Conversation,
+    Message,
+    Origin,
+    ToolCall,
+    calculator_messages,
+)
 from whet.data.read.record_fields import (
     EMPTY_VALUES,
     closest_key,

@@ -9,8 +9,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from whet.core.errors import BadRecordError
-from whet.data.calculator import CALCULATOR_SCHEMA, CalculatorStep, calculator_messages
-from whet.data.conversation import Conversation, Message, Origin
+from whet.data.conversation import CALCULATOR_SCHEMA, CalculatorStep, Conversation, Message, Origin, calculator_messages
 from whet.data.read.messages import make_conversation, parse_message_list
 from whet.data.read.record_fields import (
     EMPTY_VALUES,

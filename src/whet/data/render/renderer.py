@@ -17,7 +17,7 @@ Instead, *sentinel rendering* traces each character of the output to where it ca
    `add_generation_prompt=True`. What follows their last sentinel there and in the whole rendering has a common prefix:
    the header. What comes after it, the model has to produce. All of the prompt must be there, except a reasoning
    prefill such as `<think>` that the turn has not; no marker is cut in two. Whitespace at the end of the prompt is
-   left to the model where the tokenizer merges it with the first word of an answer (`whet.data.render.prompt_encoder`).
+   left to the model where the tokenizer merges it with the first word of an answer (`whet.data.render.layout_finder`).
 3. End of the turn: render the messages up to and including it. What follows the turn there and in the whole rendering
    has a common prefix, too. The first stop token in it, else the last marker, is the end-of-turn marker. It is
    supervised, because the model must learn to stop; whitespace after it is not. Where the template always appends a
@@ -47,8 +47,7 @@ import numpy as np
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.conversation import Conversation, MarkedText, Message, Origin, PlainText, with_system
 from whet.data.render.layout_cache import Layout, LayoutCache, Span
-from whet.data.render.layout_finder import LayoutFinder, MarkerTokens
-from whet.data.render.prompt_encoder import FIRST_WORDS, PromptEncoder
+from whet.data.render.layout_finder import FIRST_WORDS, LayoutFinder, MarkerTokens, PromptEncoder
 from whet.data.render.shared_prefix import PrefixedEncoding, SharedPrefixEncoder
 from whet.data.render.template_text import PROBE_TOOL, TemplateText, Tools
 from whet.tokenizer.chat_template import template_limits

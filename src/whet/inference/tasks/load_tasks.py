@@ -26,7 +26,7 @@ from whet.data.read.messages import RECORD_FIELDS, add_system_prompt, parse_mess
 from whet.data.read.record_fields import decode_list, describe_type, find_optional, require_field, require_nonempty
 from whet.data.read.sources import SourceReader
 from whet.inference.config import EvalConfig, TaskConfig
-from whet.inference.sandbox import SandboxMode
+from whet.inference.sandbox.sandbox import SandboxMode
 from whet.inference.tasks.scorers import (
     HUMAN_EVAL_FIELDS,
     human_eval_prompt,

@@ -21,7 +21,7 @@ from whet.core.limits import limited
 from whet.core.plugins import load_plugin, require_number
 from whet.data.read.record_fields import describe_type
 from whet.inference.config import TaskConfig
-from whet.inference.sandbox import SandboxLimits, SandboxMode, require_sandbox, run_program
+from whet.inference.sandbox.sandbox import SandboxLimits, SandboxMode, require_sandbox, run_program
 from whet.inference.tasks.task import Example, Scorer
 
 _NUMBER_PATTERN = regex.compile(r"((?<![\w)])[-−+])?[$€£]?(\d[\d,]*(?:\.\d+)?|\.\d+)")

@@ -10,18 +10,22 @@ from whet.model.attention.backends import (
     eager_attention_forward,
     flex_attention_forward,
     sdpa_attention_forward,
+    short_attention_forward,
     varlen_attention_forward,
 )
 from whet.model.attention.dispatch import (
     CUDNN_MIN_LENGTH,
+    LayerAttention,
     choose_backend,
     current_backend,
     describe_backend,
+    inspect_attention,
     install_backend,
     native_attention,
     needs_document_spans,
     registered_name,
     supports_fullgraph,
+    unsupported_attention,
     use_native_attention,
 )
 from whet.model.attention.interface import (
@@ -32,8 +36,6 @@ from whet.model.attention.interface import (
     current_documents,
     document_kwargs,
 )
-from whet.model.attention.requirements import LayerAttention, inspect_attention, unsupported_attention
-from whet.model.attention.short import short_attention_forward
 
 __all__ = [
     "CUDNN_MIN_LENGTH",

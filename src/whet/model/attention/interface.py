@@ -1,4 +1,4 @@
-"""The signature that all attention back-ends share: states, what the layer asks for, and where documents begin."""
+"""The signature that all attention back-ends share: states, attention spec of the layer, and where documents begin."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from whet.compat.bitsandbytes_private import nf4_parts, quant_state
 from whet.compat.peft_private import param_wrapper_type
 from whet.compat.transformers_private import is_experts_module, register_experts_implementation
-from whet.model.experts.activation import register_activation
 from whet.model.experts.operators import ExpertsShape, ExpertsWeights, LoraPair, experts
+from whet.model.experts.steps import register_activation
 from whet.model.lora.low_rank import autocast_dtype
 from whet.model.modules import add_mixin
 

@@ -15,9 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from whet.model.experts import steps as by_torch
-from whet.model.experts.activation import Activation
-from whet.model.experts.products import SortedRows
-from whet.model.experts.steps import ActivationGradients
+from whet.model.experts.steps import Activation, ActivationGradients, SortedRows
 
 MAX_RANK = 128
 """For higher ranks the accumulators would not fit into registers."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from whet.compat.bitsandbytes_private import dequantize_nf4
 from whet.core.resources import has_triton
 from whet.model.experts import steps as by_torch
-from whet.model.experts.activation import activation as activation_of
-from whet.model.experts.products import SortedRows, grouped_outer, grouped_product, sort_by_expert
+from whet.model.experts.steps import SortedRows, grouped_outer, grouped_product, sort_by_expert
+from whet.model.experts.steps import activation as activation_of
 
 
 class ExpertsShape(NamedTuple):

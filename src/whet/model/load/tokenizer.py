@@ -13,8 +13,7 @@ from whet.model.config import ModelConfig
 from whet.model.load.random_models import config_folder, is_random_model
 from whet.model.load.weight_files import load_error, locate_model
 from whet.tokenizer.convert_sentencepiece import to_fast_tokenizer
-from whet.tokenizer.named_templates import is_template_token
-from whet.tokenizer.turn_markers import TurnMarkers, set_marker_template
+from whet.tokenizer.named_templates import TurnMarkers, is_template_token, set_marker_template
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerFast

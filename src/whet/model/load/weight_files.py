@@ -61,7 +61,7 @@ def register_model_code(folder: str | Path) -> None:
 
 
 def reach_model(path: str) -> str:
-    """`locate_model`, before something reads it: a hub is asked whether it has the model, with the wait shown."""
+    """`locate_model`, before something reads it: checks that the hub has the model, and shows the wait."""
     place = locate_model(path)
     if not Path(place).exists():
         reach_hub(place)

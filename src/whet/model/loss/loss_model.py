@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.model.attention import PackedDocuments, document_kwargs, needs_document_spans
-from whet.model.experts.load import ExpertLoad
+from whet.model.experts.routing import ExpertLoad
 from whet.model.loss.linear_cross_entropy import LossSum, linear_cross_entropy
 from whet.model.loss.output_head import read_output_head
 from whet.model.loss.router_aux_loss import RouterAuxLoss

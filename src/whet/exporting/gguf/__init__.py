@@ -1,0 +1,1 @@
+"""GGUF files, and the programs that load them: llama.cpp and Ollama."""

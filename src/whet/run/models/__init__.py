@@ -1,0 +1,1 @@
+"""The models of runs: built for training, loaded for inference, found by reference, registered."""
