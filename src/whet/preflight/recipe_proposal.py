@@ -14,13 +14,13 @@ import numpy as np
 
 from whet.config import Config, name_config
 from whet.core.config import apply_overrides, validate_config
-from whet.core.console import info
+from whet.core.console import info, warn
 from whet.core.errors import WhetError, first_line
 from whet.core.files import resolve_path
 from whet.core.resources import available_memory
 from whet.core.yaml import dump_yaml_inline, parse_yaml
 from whet.data.config import Source
-from whet.data.conversation import Conversation, PlainText
+from whet.data.conversation import BadRecord, Conversation, PlainText
 from whet.data.read.sources import SourceReader, expected_records, propose_source
 from whet.model.load.weight_files import locate_model
 from whet.run.data import prepare_data
@@ -56,6 +56,8 @@ class DataSummary:
     lengths_note: str
     """How they were counted, where not by the model's tokenizer."""
     is_text: bool
+    bad: tuple[BadRecord, ...] = ()
+    """Those that cannot be read."""
 
 
 def propose_recipe(path: str, model: str, guess: bool = True) -> list[ProposedSetting]:
@@ -69,6 +71,7 @@ def propose_recipe(path: str, model: str, guess: bool = True) -> list[ProposedSe
         ProposedSetting("model.path", model_path, f"{known.billions:g} billion parameters" if known else ""),
         *_adapter_settings(model_path, known, data),
         *_source_settings(data),
+        *(_bad_record_settings(data) if guess else []),
         *_validation_settings(data),
         *_length_settings(data),
         *_training_settings(data, known, is_adapter=_uses_adapter(model_path, known, data)),
@@ -138,12 +141,13 @@ def _summarize(source: Source, is_guessed: bool, model: str) -> DataSummary:
     items = [reader.parse(raw) for raw in itertools.islice(reader.records(), _SAMPLED_RECORDS)]
     is_text = any(isinstance(item, PlainText) for item in items)
     good = [item for item in items if isinstance(item, (Conversation, PlainText))]
+    bad = tuple(item for item in items if isinstance(item, BadRecord))
     lengths, lengths_note = _count_tokens(source, model), ""
     if lengths is None:
         lengths = [int(_characters(item) / _CHARACTERS_PER_TOKEN) + 16 for item in good]
         lengths_note = ". Estimated from characters, as the tokenizer cannot be loaded here: check it"
     total = expected_records(source)
-    return DataSummary(source, is_guessed, note, total, tuple(sorted(lengths) or [1]), lengths_note, is_text)
+    return DataSummary(source, is_guessed, note, total, tuple(sorted(lengths) or [1]), lengths_note, is_text, bad)
 
 
 def _characters(item: Conversation | PlainText) -> int:
@@ -178,6 +182,19 @@ def _source_settings(data: DataSummary) -> list[ProposedSetting]:
         return [ProposedSetting("data.sources", [source], reason)]
     guessed = {**source, "format": data.source.format, "fields": dict(data.source.fields or {})}
     return [ProposedSetting("data.sources", [guessed], f"guessed from the names of the columns: check them. {reason}")]
+
+
+def _bad_record_settings(data: DataSummary) -> list[ProposedSetting]:
+    """Only in a file that the user reads: by itself, whet stops at the first bad record."""
+    if not data.bad:
+        return []
+    first, seen = data.bad[0], min(data.conversations, _SAMPLED_RECORDS)
+    warn(
+        f"{len(data.bad):,} of the first {seen:,} records cannot be read and will be skipped; the first: "
+        f"{first.origin}: {first.explanation}"
+    )
+    reason = f"{len(data.bad):,} of the first {seen:,} records cannot be read; without this line, train stops at them"
+    return [ProposedSetting("data.on_bad", "skip", reason)]
 
 
 def _validation_settings(data: DataSummary) -> list[ProposedSetting]:

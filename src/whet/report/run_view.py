@@ -15,7 +15,7 @@ from typing import Any
 from whet.core.checksums import read_hashed_json
 from whet.core.errors import WhetError
 from whet.core.files import describe_lines, read_json_lines, resolve_path
-from whet.core.run_folder import check_run_format, read_status
+from whet.core.run_folder import check_run_format, read_status, suggest_runs
 from whet.core.yaml import read_yaml
 from whet.report.formatting import finite_number, int_or_none
 from whet.report.samples import LoggedSample, SamplePair, as_text, pair_samples
@@ -149,6 +149,8 @@ class RunView:
         folder = Path(folder)
         config = folder / "config.yaml"
         if not config.is_file():
+            if not folder.exists() and (hint := suggest_runs(folder)):
+                raise WhetError(f"{folder}: no such folder (in {Path.cwd()}).{hint}")
             problem = "it has no config.yaml" if folder.is_dir() else "no such folder"
             raise WhetError(
                 f"{folder}: not a run: {problem}. Give the folder of a run, such as runs/NAME; `whet train CONFIG` and "
