@@ -32,6 +32,8 @@ RUN_FORMAT = 1
 """The version of the run folder that this code writes, and the newest that it reads."""
 
 VARIABLES_FILE = "variables.json"
+CHECK_FILE = "check.json"
+"""What `whet check RUN` found."""
 """Hashes of the settings that come from environment variables; see run/variables.py."""
 
 SUPERVISOR_VARIABLE = "WHET_LAUNCH_PID"

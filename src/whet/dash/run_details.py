@@ -75,7 +75,7 @@ def describe_run(folders: RunsFolder, name: str, file: MetricsFile) -> dict[str,
         "reported": [_section_json(each) for each in _reported_sections(view, file) if each is not None],
         "prompts": _prompts(view),
         "costs": _costs(view, file),
-        "promises": check_promises(view, checkpoints),
+        "promises": check_promises(view, checkpoints, _peak_gib(file)),
         "config": mask_secrets(view.config_text),
     }  # fmt: skip
 
@@ -96,10 +96,17 @@ def _reported_sections(view: RunView, file: MetricsFile) -> list[Section | None]
     over all steps come from `file`."""
     plan = plan_section(view)
     (facts,) = (block for block in plan.blocks if isinstance(block, Facts))
-    mfu, peak = (values[np.isfinite(values)] for values in map(file.steps.column, ("mfu", "peak_gib")))
+    mfu = file.steps.column("mfu")
+    mfu, peak = mfu[np.isfinite(mfu)], _peak_gib(file)
     facts.values["mean MFU"] = format_share(float(mfu.mean())) if len(mfu) else None
-    facts.values["peak memory"] = format_gib(float(peak.max())) if len(peak) else None
+    facts.values["peak memory"] = None if peak is None else format_gib(peak)
     return [effect_section(view), exports_section(view), plan]
+
+
+def _peak_gib(file: MetricsFile) -> float | None:
+    peak = file.steps.column("peak_gib")
+    peak = peak[np.isfinite(peak)]
+    return float(peak.max()) if len(peak) else None
 
 
 def _section_json(section: Section) -> dict[str, Any]:
@@ -131,10 +138,7 @@ def _prompts(view: RunView) -> list[dict[str, Any]]:
 def _costs(view: RunView, file: MetricsFile) -> dict[str, Any]:
     """Time, memory, energy and money: predicted and measured. The worst batch, which ran before step 1, predicts the
     peak memory; the first steps predict the rest."""
-    peak = file.steps.column("peak_gib")
-    peak = peak[np.isfinite(peak)]
-    peaks = {"predicted": finite_number(view.plan.get("worst_batch_gib")),
-             "measured": float(peak.max()) if len(peak) else None}  # fmt: skip
+    peaks = {"predicted": finite_number(view.plan.get("worst_batch_gib")), "measured": _peak_gib(file)}
     costs = {"predicted": predicted_costs(view.folder), "measured": counted_costs(view.folder)}
     return {
         name: {"peak_gib": peaks[name], **({} if found is None else found.as_dict())} for name, found in costs.items()
