@@ -77,7 +77,7 @@ def create_app(root: Path, feeds: Feeds) -> FastAPI:
 
     @app.get("/api/session")
     def session() -> Response:
-        return json_response({"csrf": csrf, "root": str(folders.root), "version": whet.__version__})
+        return json_response({"csrf": csrf, "root": _short_path(folders.root), "version": whet.__version__})
 
     @app.get("/api/runs")
     def runs() -> Response:
@@ -220,3 +220,9 @@ def _static(path: str) -> Response:
     if asset is None:
         return json_response({"error": "no such file"}, 404)
     return file_response(*asset)
+
+
+def _short_path(path: Path) -> str:
+    """With ~ for the user's folder."""
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path != home and path.is_relative_to(home) else str(path)

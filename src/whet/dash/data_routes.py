@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 from fastapi import FastAPI, Query
 from starlette.responses import Response
 
+from whet.core.display import mask_secrets
+from whet.core.errors import WhetError
+from whet.dash.conversations import RunData
 from whet.dash.responses import json_response
 from whet.dash.runs_folder import RunsFolder
 from whet.dash.searches import describe_search, find_searches
@@ -31,6 +34,16 @@ def add_data_routes(app: FastAPI, folders: RunsFolder) -> None:
     @app.get("/api/data/histograms")
     def distributions(name: RunName, use: Use = "train") -> Response:
         return json_response(histograms(folders, folders.find(name), use))
+
+    @app.get("/api/data/problem")
+    def problem(name: RunName, use: Use = "train") -> Response:
+        """Why the data of a run cannot be shown, before the page asks for it; null if it can."""
+        run, found = folders.find(name), None
+        try:
+            RunData(folders, run, use)
+        except WhetError as error:
+            found = mask_secrets(str(error))
+        return json_response({"problem": found})
 
     @app.get("/api/data/duplicates")
     def duplicates(name: RunName, use: Use = "train") -> Response:

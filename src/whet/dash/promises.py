@@ -54,7 +54,9 @@ def _nothing_leaks(run: RunView, config: str) -> Promise:
     packing = run.plan.get("packing")
     if not run.step_lines:
         return Promise(title, "open", "the model is probed before step 1", command)
-    if packing in (None, "none"):
+    if packing is None:
+        return Promise(title, "open", "plan.json, which tells how rows were packed, is missing or damaged", command)
+    if packing == "none":
         return Promise(title, "proven", "each conversation is a row of its own", command)
     return Promise(title, "proven", f"the model was probed before step 1 and trained packed ({packing})", command)
 

@@ -31,18 +31,28 @@ export class CurveChart {
     this.output = h("output", { "aria-live": "off" });
     this.legend = h("span", { class: "keys" });
     this.plot = h("div", { class: "canvas" });
+    this.enlarge = options.small ? h("button", {
+      type: "button", class: "enlarge", "aria-pressed": "false", "aria-label": `Enlarge ${options.title}`, title: "Enlarge", onclick: () => this.toggle(),
+    }, "⤢") : null;
     this.element = h("figure", {
       class: `chart live-chart${options.small ? " small" : ""}`, tabindex: 0, "data-chart": options.id,
       role: "group", "aria-label": `${options.title}. Arrow keys move over steps, Enter opens one.`,
       onkeydown: (event) => this.key(event),
-    }, h("figcaption", {}, h("b", {}, options.title, ["", "share", undefined].includes(options.unit) ? null : ` (${options.unit})`), this.legend, this.output), this.plot);
+    }, h("figcaption", {}, h("b", {}, options.title, ["", "share", undefined].includes(options.unit) ? null : ` (${options.unit})`), this.legend, this.output, this.enlarge), this.plot);
     this.lines = [];
     this.events = [];
     this.resize = new ResizeObserver(() => this.fit());
     this.resize.observe(this.plot);
   }
 
-  height() { return this.options.small ? 150 : innerWidth < 760 ? 240 : 320; }
+  height() { return this.options.small && !this.isLarge ? 150 : innerWidth < 760 ? 240 : 320; }
+
+  toggle() {
+    this.isLarge = !this.isLarge;
+    this.element.classList.toggle("large", this.isLarge);
+    this.enlarge.setAttribute("aria-pressed", String(this.isLarge));
+    this.u?.setSize({ width: this.plot.clientWidth, height: this.height() });
+  }
 
   fit() {
     const width = this.plot.clientWidth;
@@ -99,7 +109,7 @@ export class CurveChart {
       ],
       hooks: {
         setCursor: [(u) => this.point(u.cursor.idx)],
-        draw: [(u) => this.drawEvents(u)],
+        drawAxes: [(u) => this.drawEvents(u)], // below the points: the spike of an event stays visible
         setSelect: [(u) => this.select(u)],
       },
     }, this.join(), this.plot);
@@ -148,7 +158,7 @@ export class CurveChart {
   }
 
   key(event) {
-    if (!this.u) return;
+    if (!this.u || event.target !== this.element) return;
     const last = this.u.data[0].length - 1;
     const now = this.u.cursor.idx ?? last;
     const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -last, End: last }[event.key];
