@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from runs.made_runs import leaky_pack_batch
 from whet.checkpoint.directory import list_steps
 from whet.core.checksums import read_hashed_json
 from whet.dash.promises import check_promises
@@ -82,18 +81,7 @@ def test_in_fp64_rounding_hides_nothing(whet: Any, recipe: str, tmp_path: Path) 
 
 def test_a_leak_breaks_the_promise(whet: Any, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in which conversations see those before them."""
-    pack = loader.pack_batch
-
-    def leaky(*arguments: Any, **keywords: Any) -> Any:
-        batch = pack(*arguments, **keywords)
-        ends = (0, len(batch.tokens))
-        ends += ends[-1:] * (len(batch.cu_seqlens) - 2)
-        return replace(
-            batch, cu_seqlens=torch.tensor(ends, dtype=torch.int32), cu_seqlens_host=ends, max_seqlen=ends[-1],
-            positions=torch.arange(ends[-1]),
-        )  # fmt: skip
-
-    monkeypatch.setattr(loader, "pack_batch", leaky)
+    monkeypatch.setattr(loader, "pack_batch", leaky_pack_batch)
     found = findings(whet, copied, code=1)
     assert found["layout"]["level"] == "fault"
     assert "each conversation alone: losses of conversations differ by" in found["layout"]["text"]
