@@ -176,7 +176,7 @@ def test_the_check_of_a_run_turns_its_badge(dash, planted, tmp_path, open_page, 
         page.reload()
         badge.wait_for()
         assert state in badge.get_attribute("class")
-        assert "each conversation alone" in badge.inner_text()
+        assert "losses of conversations" in badge.inner_text()
 
 
 @pytest.mark.slow

@@ -104,9 +104,12 @@ def _findings(
     while not replay.restore(starts[0][0], with_optimizer=starts[0][1] > starts[0][0] + 1):
         damaged.append(starts[0][0])
         yield Finding("resume", "fault", f"the checkpoint of step {damaged[-1]} is damaged")
-        starts = [each for each in starts if each[0] not in damaged]  # the initial model is always there
+        starts = [each for each in starts if each[0] not in damaged]
+        if not starts:  # of a run that started after an imported checkpoint; the initial model is always there
+            return
     at, step = starts[0]
-    replay.train(at, step - 1 - at, lines)
+    if step > at + 1:
+        replay.train(at, step - 1 - at, lines)
     plan, recorded = read_plan_json(run), lines[step]
     replay.root.train()
     with _layouts(replay) as layouts:
