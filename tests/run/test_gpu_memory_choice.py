@@ -50,14 +50,20 @@ def steps(folder: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_of_earlier_runs() -> None:
+    """Peaks are those of this test."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def limit() -> Iterator[Any]:
     """Lets this process use so many GiB of the card."""
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.empty_cache()
 
     def set_limit(gib: float) -> None:
-        gc.collect()  # what an earlier run has left
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(gib * GIB / total)
 

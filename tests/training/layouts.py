@@ -261,20 +261,23 @@ def measure(root: LossModel, loader: Loader, device: torch.device) -> None:
         root(batch.to(device))
 
 
-def run_naively(store: Store, family: str = "tiny", steps: int = STEPS, router_aux_loss: float = 0.0) -> Trace:
+def run_naively(
+    store: Store, family: str = "tiny", steps: int = STEPS, router_aux_loss: float = 0.0,
+    device: torch.device = ALONE.device,
+) -> Trace:  # fmt: skip
     """One conversation at a time, the model's own logits, torch's loss, no accumulation, nothing packed."""
     plan = plan_of(store, "none", steps)
-    model: Any = model_of(family)
+    model: Any = model_of(family).to(device)
     decay = {True: OPTIMIZER.weight_decay, False: 0.0}
     groups = [{"params": [p], "weight_decay": decay[p.ndim > 1]} for p in model.parameters()]
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, foreach=False)
     losses, norms, conversations = [], [], []
     for step in range(len(plan)):
         parts = []
-        total, count, routers = torch.zeros((), dtype=torch.float64), 0, []
+        total, count, routers = torch.zeros((), dtype=torch.float64, device=device), 0, []
         for document in plan.documents_of(step):
-            ids = torch.from_numpy(store.ids(int(document)))
-            labels = ids.masked_fill(~torch.from_numpy(store.loss(int(document))), -100)
+            ids = torch.from_numpy(store.ids(int(document))).to(device)
+            labels = ids.masked_fill(~torch.from_numpy(store.loss(int(document))).to(device), -100)
             with KeepFloat64():
                 output = model(input_ids=ids[None], **{"output_router_logits": True} if router_aux_loss else {})
             logits = output.logits[0]
@@ -292,7 +295,8 @@ def run_naively(store: Store, family: str = "tiny", steps: int = STEPS, router_a
         losses.append(total.item() / count)
         conversations += [loss for _, loss in sorted(parts)]
         optimizer.step()
-    return Trace(losses, norms, model.state_dict(), (), tuple(conversations))
+    weights = {name: weight.cpu() for name, weight in model.state_dict().items()}
+    return Trace(losses, norms, weights, (), tuple(conversations))
 
 
 def load_balancing_loss(logits: torch.Tensor, top_k: int) -> torch.Tensor:

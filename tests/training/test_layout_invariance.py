@@ -11,6 +11,7 @@ import pytest
 import torch
 from layouts import (
     ALL,
+    ALONE,
     CHOICES,
     CLIP,
     FEW_STEPS,
@@ -44,15 +45,14 @@ def few_naive(store: Store) -> Trace:
     return run_naively(store, steps=FEW_STEPS)
 
 
-def assert_equal(found: Trace, naive: Trace, atol: float = 1e-9) -> None:
-    """fp64: 1e-9 over thirty steps. Between devices the weights need 1e-8: AdamW divides a gradient that is almost zero
-    by its own size, and so enlarges how each device rounds."""
+def assert_equal(found: Trace, naive: Trace) -> None:
+    """fp64: 1e-9 over thirty steps."""
     assert len(found.losses) == len(naive.losses)
     assert found.losses == pytest.approx(naive.losses, rel=1e-9)
     assert found.norms == pytest.approx(naive.norms, rel=1e-9)
     assert found.conversations == pytest.approx(naive.conversations, rel=1e-8)
     for name, weight in naive.weights.items():
-        torch.testing.assert_close(found.weights[name], weight, rtol=1e-9, atol=atol)
+        torch.testing.assert_close(found.weights[name], weight, rtol=1e-9, atol=1e-9)
 
 
 def test_the_comparison_is_worth_something(store: Store, naive: Trace) -> None:
@@ -101,30 +101,43 @@ def plain_of(layout: Layout) -> Layout:
     )  # fmt: skip
 
 
-def run_plainly(store: Store, plain: Layout) -> Trace:
+def run_plainly(store: Store, plain: Layout, device: torch.device) -> Trace:
     if plain.optimizer != "adamw" or plain.adapter != "none":
-        return run_steps(store, plain)
-    return run_naively(store, plain.family, plain.steps, plain.router_aux_loss)
+        return run_steps(store, plain, ranks=replace(ALONE, device=device))
+    return run_naively(store, plain.family, plain.steps, plain.router_aux_loss, device)
 
 
 @pytest.mark.parametrize(
-    ("world", "atol"), [pytest.param(2, 1e-9, id="2"), pytest.param(4, 1e-9, id="4"), on_gpu(2, 1e-8), on_gpu(4, 1e-8)]
+    ("world", "device"),
+    [pytest.param(2, "cpu", id="2"), pytest.param(4, "cpu", id="4"), on_gpu(2, "cuda"), on_gpu(4, "cuda")],
 )
 def test_neither_the_number_of_processes_matters_nor_what_they_shard(
-    store: Store, naive: Trace, tmp_path: Path, world: int, atol: float
+    store: Store, naive: Trace, tmp_path: Path, world: int, device: str
 ) -> None:
-    """On a GPU too, compared with one process on the CPU."""
+    """Compared with one process on the same device: transformers computes rotary tables in fp32, whose last bit differs
+    between a CPU and a GPU, and AdamW enlarges that where a gradient is almost zero (seen: 1e-7)."""
     done = torchrun(world, Path(__file__).with_name("layouts.py"), tmp_path, timeout_s=300)
     assert done.returncode == 0, done.stderr
-    alone = {Layout(): naive}
+    alone = {Layout(): naive} if device == "cpu" else {}
     for number, layout in enumerate(layouts_of(world)):
         found = json.loads((tmp_path / f"{number}.json").read_text())
         weights = torch.load(tmp_path / f"{number}.pt", weights_only=True)
         if (plain := plain_of(layout)) not in alone:
-            alone[plain] = run_plainly(store, plain)
+            alone[plain] = run_plainly(store, plain, torch.device(device))
         trace = Trace(found["losses"], found["norms"], weights, conversations=tuple(found["conversations"]))
-        assert_equal(trace, alone[plain], atol)
+        assert_equal(trace, alone[plain])
         assert found["apart"] == []
     assert json.loads((tmp_path / "noisy.json").read_text()) == []
     ends = json.loads((tmp_path / "ends.json").read_text())
     assert ends == ends[:1] * world, "random rounding moved the weights of the ranks apart"
+
+
+@pytest.mark.gpu
+def test_losses_and_norms_of_a_gpu_are_those_of_a_cpu(store: Store, few_naive: Trace) -> None:
+    ranks = replace(ALONE, device=torch.device("cuda"))
+    for found in (
+        run_naively(store, steps=FEW_STEPS, device=ranks.device),
+        run_steps(store, Layout(steps=FEW_STEPS), ranks=ranks),
+    ):
+        assert found.losses == pytest.approx(few_naive.losses, rel=1e-9)
+        assert found.norms == pytest.approx(few_naive.norms, rel=1e-9)
