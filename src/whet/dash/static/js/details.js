@@ -18,7 +18,7 @@ export function command(text) {
 
 export function events(found, open) {
   if (!found?.length) return null;
-  return section("Events", "Steps that went wrong, with their cause. They are dashed lines on the curves.",
+  return section("Events", "Steps that went wrong, with their cause. They are red on the curves.",
     table(["step", "what", "action", "conversations"], found.slice(-50).map((event) => [
       event.step === null ? "–" : h("button", { type: "button", class: "fault", onclick: () => open(event.step) }, format.count(event.step)),
       `${event.kind}: ${event.reason}`, event.action ?? "–",
