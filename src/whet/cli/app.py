@@ -23,7 +23,7 @@ VERBS = {
     "init": "Write a recipe for your data: its format, lengths, batches, LoRA or not, each with the reason.",
     "prepare": "Turn raw data into tokens with loss masks, and account for every conversation.",
     "inspect": "Show what the model is trained on: text, tokens and ids, supervised ones in colour.",
-    "check": "Check data, chat template, masks and model before you train.",
+    "check": "Check data, chat template, masks and model before you train, or a run that has trained.",
     "fit": "Find the fastest settings that fit into this GPU's memory.",
     "train": "Fine-tune a model with the settings of a recipe.",
     "launch": "Train on all devices of this machine, or of several machines, with restarts after a crash.",

@@ -35,6 +35,9 @@ RUN_FORMAT = 1
 VARIABLES_FILE = "variables.json"
 """Hashes of the settings that come from environment variables; see run/resume.py."""
 
+CHECK_FILE = "check.json"
+"""What `whet check RUN` found."""
+
 SUPERVISOR_VARIABLE = "WHET_LAUNCH_PID"
 """Environment variable with the identity of the `whet launch` that restarts this process."""
 
