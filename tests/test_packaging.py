@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.cli.app import app
+from whet.cli.app import VERBS
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -45,8 +45,7 @@ def test_the_dockerfile_names_what_there_is() -> None:
     (extras,) = re.findall(r"\.\[([\w,-]+)\]", commands)
     assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
     assert commands.count("-c constraints.txt") == commands.count("pip install")
-    known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    assert set(re.findall(r"\bwhet ([a-z]+)", commands)) <= known
+    assert set(re.findall(r"\bwhet ([a-z]+)", commands)) <= VERBS.keys()
     assert given("ENTRYPOINT") == ['["whet"]']
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -353,10 +354,30 @@ def is_data_file(path: Path) -> bool:
     return path.suffix.lower() in _DATA_SUFFIXES
 
 
+def _require_recipe(path: Path) -> None:
+    """A WhetError for a folder, and for a name that only resembles that of a recipe."""
+    if path.is_dir():
+        if (path / "config.yaml").is_file():
+            raise WhetError(
+                f"{path}: this is a folder, of a run. To continue it: whet train {path}/config.yaml --resume"
+            )
+        raise WhetError(
+            f"{path}: this is a folder. Give the path of a recipe, a YAML file such as recipes/tiny.yaml; for the data "
+            f"in a folder, make one: whet init {path}"
+        )
+    if not path.exists() and path.parent.is_dir():
+        recipes = [file.name for file in sorted(path.parent.glob("*.y*ml"))]
+        similar = difflib.get_close_matches(path.name, [*recipes, *(Path(name).stem for name in recipes)], n=1)
+        if similar:
+            meant = path.parent / next(name for name in recipes if similar[0] in (name, Path(name).stem))
+            raise WhetError(f"{path}: no such file. Did you mean {meant}?")
+
+
 def read_config(path: Path, overrides: Sequence[str] = (), expand: Expand = "all") -> Config:
     """Read a recipe and set run.name."""
     if is_data_file(path):
         raise WhetError(f"{path}: this is a data file, not a recipe. Make a recipe for it: whet init {path}")
+    _require_recipe(path)
     if path.name == "config.yaml":  # of a run folder
         check_run_format(path.parent)
     tree = read_tree(Config, path, overrides, expand)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from whet.bench import end_to_end
 from whet.bench.contenders import Contender
 from whet.bench.end_to_end import require_translatable, stage_seconds, stages_markdown, trl_config, whet_stage_ends
+from whet.bench.runner import ContenderError
 from whet.config import Config, read_config
 from whet.core.errors import WhetError
 
@@ -77,6 +80,24 @@ def test_stages_of_a_run_add_up_to_the_whole() -> None:
         "start": 4, "data": 3, "model": 2, "worst batch": 0, "first validation": 5, "first step": 1, "training": 3,
         "validation": 4, "export": 3, "exit": 1,
     }  # fmt: skip
+
+
+def test_trl_gets_one_of_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its trainer would take all of them, by DataParallel."""
+    given: list[str | None] = []
+
+    def run_process(command: Any, log: Path, environment: Mapping[str, str]) -> Any:
+        given.append(environment.get("CUDA_VISIBLE_DEVICES"))
+        raise ContenderError("enough")
+
+    monkeypatch.setattr(end_to_end.child_process, "run_process", run_process)
+    for visible, device in (("3,5", "cuda"), (None, "cuda"), (None, "cpu")):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(ContenderError):
+            end_to_end._run_trl(Contender("trl"), tmp_path, {}, device)
+    assert given == ["3", "0", None]
 
 
 def test_a_run_that_failed_is_named_below_the_table() -> None:

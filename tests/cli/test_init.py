@@ -15,6 +15,9 @@ from data.template_families import FAMILIES, small_tokenizer
 from data.trl_templates import TRL_TEMPLATES
 from tiny_architectures import save_tiny_model
 from whet.config import read_config
+from whet.core.errors import WhetError
+from whet.data.config import Source
+from whet.data.read.sources import SourceReader
 from whet.preflight.recipe_proposal import KNOWN_MODELS, KnownModel, ProposedSetting, propose_recipe, render_recipe
 
 ROWS = "".join(f'Wie heißt Stück {n}?;Es heißt "Stück {n}", bitte.\n' for n in range(60))
@@ -48,25 +51,6 @@ def test_a_spreadsheet_becomes_a_model(fragen: Path, whet: Any) -> None:
     assert Path("runs/fragen.1/metrics.jsonl").exists()
     longer = whet("train", "fragen.yaml", "--resume", "train.steps=3", "eval.every=null", "export.at_end=none")
     assert (longer.code, "model.path=runs/fragen run.dir=runs/fragen-2" in longer.err) == (1, True)
-
-
-def test_a_few_broken_lines_are_left_out_by_a_line_of_the_recipe_and_many_are_not(
-    tmp_path: Path, whet: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    turns = [[{"from": "human", "value": f"And {n}?"}, {"from": "gpt", "value": f"Yes, {n}."}] for n in range(60)]
-    lines = [json.dumps({"conversations": each}) for each in turns]
-    lines[17], lines[40] = lines[17][:30], json.dumps({"conversations": []})
-    Path("dump.jsonl").write_text("\n".join(lines))
-    written = whet("init", "dump.jsonl", "--model", "builtin:tiny")
-    assert written.code == 0, written.err
-    text = " ".join(Path("dump.yaml").read_text().replace("#", "").split())
-    assert "2 of the records are invalid: 1 broken JSON, 1 no messages; the first is dump.jsonl:18: " in text
-    assert read_config(Path("dump.yaml")).data.on_bad == "skip"
-    prepared = whet("prepare", "dump.yaml", "--json")
-    assert prepared.code == 0, prepared.err
-    Path("bad.jsonl").write_text("\n".join(lines[:10] + [lines[17]] * 10))
-    assert "data.on_bad" not in {setting.key for setting in propose_recipe("bad.jsonl", "builtin:tiny")}
 
 
 def test_a_data_file_in_place_of_a_recipe(fragen: Path, whet: Any) -> None:
@@ -174,3 +158,124 @@ def test_the_recipe_of_each_known_model_passes_a_smoke_test(fragen: Path, whet: 
     done = whet("train", "a.yaml", "--smoke", model, "data.max_length=1024")
     assert done.code == 0, done.err
     assert "smoke test passed" in done.err
+
+
+def proposed(file: str) -> dict[str, Any]:
+    return {each.key: each.value for each in propose_recipe(file, "builtin:tiny")}
+
+
+def columns_of(file: str) -> tuple[str, dict[str, str]]:
+    [source] = proposed(file)["data.sources"]
+    return source["format"], source["fields"]
+
+
+def test_a_column_that_belongs_to_the_question_is_guessed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context, in other languages too, and the input of Alpaca in another case: without it the answer is a guess."""
+    monkeypatch.chdir(tmp_path)
+    tables = ("context question answer", "Kontext Frage Antwort", "CONTEXTO Pregunta Respuesta")
+    for names in map(str.split, tables):
+        rows = "".join(f"Der Wert {n} steht hier.;Wie lautet Wert {n}?;Er lautet {n}.\n" for n in range(5))
+        Path("a.csv").write_text(";".join(names) + "\n" + rows)
+        fields = {"instruction": names[1], "input": names[0], "output": names[2]}
+        assert columns_of("a.csv") == ("alpaca", fields)
+        with pytest.raises(WhetError, match=rf"{names[0]}.*, or let `whet init` write it"):
+            propose_recipe("a.csv", "builtin:tiny", guess=False)
+    Path("b.jsonl").write_text('{"Instruction": "Add one.", "Input": "4", "Output": "5"}\n' * 3)
+    fields = {"instruction": "Instruction", "input": "Input", "output": "Output"}
+    assert columns_of("b.jsonl") == ("alpaca", fields)
+
+
+def test_records_that_cannot_be_read_are_named_and_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whet: Any
+) -> None:
+    """`init` says which, and writes the line without which train would stop; train from the file alone does stop."""
+    monkeypatch.chdir(tmp_path)
+    good = '{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}\n'
+    Path("dump.jsonl").write_text(good * 4 + good[:40] + "\n" + good * 5)
+    written = whet("init", "dump.jsonl", "--model", "builtin:tiny")
+    assert written.code == 0, written.err
+    assert "1 of the first 10 records cannot be read and will be skipped; the first: dump.jsonl:5: not" in written.err
+    trained = whet("train", "dump.yaml", "train.steps=1", "export.at_end=none")
+    assert trained.code == 0, trained.err
+    refused = whet("train", "dump.jsonl", "model.path=builtin:tiny", "run.dir=other")
+    assert (refused.code, "dump.jsonl:5: not valid JSON" in refused.err) == (1, True)
+    Path("whole.jsonl").write_text(good * 5)
+    assert "data.on_bad" not in proposed("whole.jsonl")
+
+
+def test_what_was_read_is_told_before_what_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.csv").write_text("Nr;Frage;Antwort\n" + "".join(f"{n};Wie {n}?;So {n}.\n" for n in range(5)))
+    source = SourceReader(Source(path="a.csv", format="prompt-completion", fields=columns_of("a.csv")[1]))
+    assert str(source.description).endswith("completion), semicolon-separated; not used: Nr")
+
+
+def test_a_cover_page_is_not_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    openpyxl = pytest.importorskip("openpyxl")
+    monkeypatch.chdir(tmp_path)
+    for cover in ([["FAQ 2026"], ["by J. Smith"]], [["Author", "J. Smith"], ["Date", "2026"], ["Version", "3"]]):
+        book = openpyxl.Workbook()
+        book.active.title = "Cover"
+        for row in cover:
+            book.active.append(row)
+        data = book.create_sheet("Data")
+        for row in [["Question", "Answer"], *([f"What is {n}?", f"It is {n}."] for n in range(5))]:
+            data.append(row)
+        book.save("a.xlsx")
+        assert columns_of("a.xlsx") == ("prompt-completion", {"prompt": "Question", "completion": "Answer"})
+        assert "sheet 'Data' (not read: 'Cover'" in capfd.readouterr().err
+    data["A1"], data["B1"], data["C1"] = "x", "y", "z"
+    for row in range(2, 7):
+        data[f"C{row}"] = "more words"
+    del book["Cover"]
+    book.create_sheet("Notes")
+    book.save("c.xlsx")
+    with pytest.raises(WhetError, match=r"the records have 'x', 'y', 'z'.* This is sheet 'Data' \(not read: 'Notes'"):
+        propose_recipe("c.xlsx", "builtin:tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"", "the file is empty. Write a row that names the columns, such as question and answer"),
+        ("a.jsonl", b"", "the file is empty. Write one JSON object per line"),
+        ("a.csv", b"a,b,c\n1 x,2 y,3 z\n", "The first row must name the columns, such as question and answer"),
+        ("a.docx", b"PK\x03\x04 word/document.xml", "the file is a document. Save its text as .txt"),
+        (
+            "a.json",
+            b'{"data": {"chats": [{"prompt": "Hi", "completion": "Yo"}]}}',
+            "inside data.chats. Write each on a line: jq -c '.data.chats[]' FILE",
+        ),
+    ],
+)
+def test_files_that_strangers_bring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whet: Any, name: str, content: bytes, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(content)
+    ended = whet("init", name, "--model", "builtin:tiny")
+    assert (ended.code, "Traceback" in ended.err) == (1, False)
+    assert message in ended.err
+
+
+def test_what_is_no_recipe_and_what_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whet: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("runs/fragen").mkdir(parents=True)
+    Path("runs/fragen/config.yaml").write_text("model: {path: builtin:tiny}\n")
+    Path("fragen.yaml").write_text("model: {path: builtin:tiny}\n")
+    for words, message in (
+        (("train", "data"), "data: this is a folder. Give the path of a recipe"),
+        (("train", "data"), "make one: whet init data"),
+        (("train", "runs/fragen"), "To continue it: whet train runs/fragen/config.yaml --resume"),
+        (("train", "fragen"), "fragen: no such file. Did you mean fragen.yaml?"),
+        (("train", "frage.yaml"), "Did you mean fragen.yaml?"),
+        (("report", "runs/fargen"), "Did you mean runs/fragen?"),
+        (("export", "runs/fargen"), "Did you mean runs/fragen?"),
+        (("eval", "runs/fargen", "--tasks", "orders"), "Did you mean runs/fragen?"),
+        (("chat", "runs/fargen", "--prompt", "Hi"), "Did you mean runs/fragen?"),
+    ):
+        ended = whet(*words)
+        assert (ended.code, message in ended.err) == (1, True), ended.err

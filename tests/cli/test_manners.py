@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -170,3 +172,12 @@ def test_a_fresh_demo_moves_the_old_one_aside(
     assert ended.code == 0, ended.err
     assert f"now in {tmp_path / 'demo.1'}" in ended.err
     assert (tmp_path / "demo.1/metrics.jsonl").read_bytes() == (tiny_run / "metrics.jsonl").read_bytes()
+
+
+def test_idle_threads_wait_instead_of_spinning(real_python: str) -> None:
+    """Set before torch is imported, unless the user did; a spinning thread takes the core from one that computes."""
+    code = "import whet, os, sys; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    for given, expected in (({}, "passive False"), ({"OMP_WAIT_POLICY": "active"}, "active False")):
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+        done = subprocess.run([real_python, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected

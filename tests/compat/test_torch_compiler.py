@@ -68,6 +68,13 @@ def test_the_lock_of_inductors_cache_is_dropped(private: ModuleType, monkeypatch
     private.drop_cache_lock()
 
 
+def test_no_table_of_compile_times_is_made_at_exit(real_python: str) -> None:
+    code = "import atexit, sys; atexit.register(lambda: print('tabulate' in sys.modules)); import {}"
+    for module, expected in (("torch._dynamo", "True"), ("whet.compat.torch_compiler", "False")):
+        done = subprocess.run([real_python, "-c", code.format(module)], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [expected], module
+
+
 @pytest.mark.slow
 def test_a_compiled_run_ends_without_a_word_of_filelock(real_python: str, shipped_recipe: str, tmp_path: Path) -> None:
     """Seen with transformers 5.17, under which filelock is imported late; with 5.22 it ends silently in any case."""

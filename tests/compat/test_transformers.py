@@ -100,3 +100,18 @@ def test_rope_frequencies_of_llama_3(private: ModuleType, config: Any) -> None:
     frequencies = private.rope_frequencies(config, "llama3")
     assert frequencies.shape == (4,)
     assert frequencies[0] == 1
+
+
+def test_a_gguf_is_parsed_once(private: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = pytest.importorskip("gguf")
+    made: list[str] = []
+    original = gguf.get_tensor_name_map
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: made.append(str(path)) or object())
+    reader = gguf.GGUFReader
+    with private.share_gguf_reads():
+        assert gguf.GGUFReader("a") is gguf.GGUFReader(Path("a"))
+        assert gguf.GGUFReader("b") is not gguf.GGUFReader("a")
+        arch = gguf.MODEL_ARCH.LLAMA
+        assert gguf.get_tensor_name_map(arch, 2) is gguf.get_tensor_name_map(arch, 2)
+    assert made == ["a", "b"]
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == (reader, original)

@@ -46,7 +46,7 @@ def test_the_agent_store_is_detected_by_its_variable(alone: pytest.MonkeyPatch) 
     assert launch_env.has_agent_store()
 
 
-@pytest.mark.parametrize("module", ["launch_env", "run_folder", "heartbeat", "error_report", "signals", "files"])
+@pytest.mark.parametrize("module", ["launch_env", "run_folder", "heartbeat", "signals", "files"])
 def test_modules_of_the_launcher_import_no_heavy_library(real_python: str, module: str) -> None:
     code = f"import sys, whet.core.{module}; print([m for m in ('torch', 'pydantic', 'numpy') if m in sys.modules])"
     done = subprocess.run([real_python, "-c", code], capture_output=True, text=True, check=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.core.resources import available_memory, cores_per_process
+from whet.core.resources import available_memory, cores_per_process, multiplies_bf16
 
 NO_LIMIT = 9223372036854771712  # what version 1 says where there is none
 
@@ -83,3 +83,14 @@ def test_the_cores_of_a_process(monkeypatch: pytest.MonkeyPatch, tasks: str, cpu
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(56)))
     assert cores_per_process() == cores
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("fpu avx512_bf16 sse", True), ("amx_tile amx_bf16", True), ("avx512f avx512_fp16", False), (None, False)],
+)
+def test_a_cpu_says_whether_it_multiplies_bf16(tmp_path: Path, flags: str | None, expected: bool) -> None:
+    (tmp_path / "proc").mkdir()
+    if flags is not None:
+        (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n")
+    assert multiplies_bf16(tmp_path) is expected

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from runs.made_runs import make_run
+from runs.made_runs import leaky_pack_batch, make_run
+from whet.data import loader
 
 pytestmark = pytest.mark.system("chromium")
 
@@ -157,6 +158,41 @@ def test_what_a_run_shows_is_what_its_files_say(dash, planted, open_page):
     assert "✓ verified" in page.locator("#exports").inner_text()
     log = (run / "logs" / "rank-0.log").read_text().splitlines()[-1]
     until(page, f"document.querySelector('.log').textContent.includes({json.dumps(log[:60])})")
+
+
+@pytest.mark.slow
+def test_the_check_of_a_run_turns_its_badge(dash, planted, tmp_path, open_page, whet, monkeypatch):
+    shutil.copytree(planted / "planted", tmp_path / "runs" / "checked")
+    page = open_page(f"{dash(tmp_path / 'runs').url}/#/run/checked")
+    badge = page.locator(".promise").filter(has_text="The layout does not matter")
+    badge.wait_for()
+    assert "open" in badge.get_attribute("class")
+    command = badge.locator("code").inner_text().split()
+    assert command[0] == "whet"
+    for plant_leak, state in ((False, "proven"), (True, "broken")):
+        if plant_leak:
+            monkeypatch.setattr(loader, "pack_batch", leaky_pack_batch)
+        assert whet(*command[1:]).code == plant_leak
+        page.reload()
+        badge.wait_for()
+        assert state in badge.get_attribute("class")
+        assert "losses of conversations" in badge.inner_text()
+
+
+@pytest.mark.slow
+def test_runs_are_filtered_by_numbers_and_charts_enlarged(dash, planted, open_page):
+    final = {name: min(losses(planted / name).items(), key=lambda each: -each[0])[1] for name in ("planted", "slower")}
+    page = open_page(dash(planted).url)
+    page.wait_for_selector("table.runs td")
+    page.get_by_label("Filter the runs").fill(f"loss<{sum(final.values()) / 2:.3f}")
+    until(page, "document.querySelectorAll('table.runs tbody tr').length == 1")
+    assert page.locator("table.runs tbody tr").inner_text().strip().startswith(min(final, key=final.__getitem__))
+    page.goto(f"{page.url.partition('#')[0]}#/run/planted")
+    small = page.locator("[data-chart=grad_norm]")
+    small.locator("canvas").wait_for()
+    before = small.bounding_box()["width"]
+    page.get_by_role("button", name="Enlarge gradient norm").click()
+    until(page, f"document.querySelector('[data-chart=grad_norm] canvas').clientWidth > {1.5 * before}")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import statistics
@@ -20,7 +21,9 @@ import pytest
 
 from runs.made_runs import make_run
 
-CLIENTS, PHASES, PHASE_S = 50, 21, 4.0
+CLIENTS, PHASES, PHASE_S = 50, 49, 2.0
+LIMIT, MAX_ERROR = 1.02, 0.01
+"""How much longer a step may take, and the largest standard error with which a measurement of that says something."""
 
 _READERS = """
 import sys, threading, urllib.request
@@ -39,15 +42,22 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_fifty_pages_make_steps_at_most_two_percent_slower(tmp_path: Path, recipe: str) -> None:
-    """Phases with and without clients take turns in one run; each with clients is compared with those beside it."""
+def test_fifty_pages_make_steps_at_most_two_percent_slower(tmp_path: Path, recipe: str, real_python: str) -> None:
+    """Phases with and without clients take turns in one run; each with clients is compared with those beside it, so
+    that a machine that gets slower or faster does not matter. One short phase says little, the median of 24 does.
+
+    Steps are measured by the clock, and by the processor time of the run: the page has another core, so it can slow a
+    step down only by contention, which counts as processor time, or by making it wait, which the clock shows. The
+    clock says nothing on cores that others use; processor time still does. The interpreters are real ones: forks of a
+    server would not be where taskset puts them.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("needs two cores: one for the run, one for the page")
     runs = tmp_path / "runs"
-    train = ["taskset", "-c", str(cores[0]), sys.executable, "-m", "whet", "train", recipe, f"run.dir={runs / 'live'}",
+    train = ["taskset", "-c", str(cores[0]), real_python, "-m", "whet", "train", recipe, f"run.dir={runs / 'live'}",
              "train.steps=1000000", "checkpoint.every=1000000", "eval.every=1000000"]  # fmt: skip
-    page = ["taskset", "-c", str(cores[1]), sys.executable, "-m", "whet", "dash", str(runs), "--json"]
+    page = ["taskset", "-c", str(cores[1]), real_python, "-m", "whet", "dash", str(runs), "--json"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     metrics = runs / "live" / "metrics.jsonl"
     with subprocess.Popen(train, **quiet, start_new_session=True) as run:  # type: ignore[call-overload]
@@ -55,47 +65,59 @@ def test_fifty_pages_make_steps_at_most_two_percent_slower(tmp_path: Path, recip
             while not metrics.exists() or metrics.stat().st_size < 20_000:
                 assert run.poll() is None
                 time.sleep(0.2)
+            assert os.sched_getaffinity(run.pid) == {cores[0]}
             with subprocess.Popen(page, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
                 assert server.stdout is not None
                 url = json.loads(server.stdout.readline())["url"]
-                ratio, noise = measure(f"{url}api/live?run=live", metrics, cores[1])
+                assert os.sched_getaffinity(server.pid) == {cores[1]}
+                clients = ["taskset", "-c", str(cores[1]), real_python, "-c", _READERS, f"{url}api/live?run=live"]
+                found = measure([*clients, str(CLIENTS)], metrics, run.pid)
                 server.send_signal(signal.SIGINT)
         finally:
             os.killpg(run.pid, signal.SIGKILL)
-    sys.stdout.write(f"steps take {ratio:.4f} times as long; phases without clients differ by {noise:.2%}\n")
-    if noise > 0.02:
-        pytest.skip(
-            f"the machine is busy: phases without clients differ by {noise:.1%} (with clients {ratio:.3f} times)"
-        )
-    assert ratio <= 1.02, f"{ratio:.4f} times as long, noise {noise:.2%}"
+    text = "; ".join(f"{ratio:.4f} ± {error:.4f} times the {name}" for name, (ratio, error) in found.items())
+    sys.stdout.write(f"steps take {text}\n")
+    known = {name: ratio for name, (ratio, error) in found.items() if error <= MAX_ERROR}
+    if not known:
+        pytest.skip(f"the machine is busy: steps take {text}")
+    assert max(known.values()) <= LIMIT, text
 
 
-def measure(address: str, metrics: Path, core: int) -> tuple[float, float]:
-    """How much longer a step takes with clients, and how much phases without any differ."""
-    medians: dict[bool, list[float]] = {True: [], False: []}
+def measure(clients: list[str], metrics: Path, run: int) -> dict[str, tuple[float, float]]:
+    """How many times as long a step takes with clients, by the clock and in processor time, and the standard errors."""
+    taken: dict[str, list[float]] = {"time": [], "processor time": []}  # of a step, phase by phase
     for phase in range(PHASES):
         with_clients = phase % 2 == 1
         readers = None
         if with_clients:
-            command = ["taskset", "-c", str(core), sys.executable, "-c", _READERS, address, str(CLIENTS)]
-            readers = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            readers = subprocess.Popen(clients, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             assert readers.stdout is not None
             assert readers.stdout.readline() == b"all connected\n"
-        start = metrics.stat().st_size
+        start, used = metrics.stat().st_size, used_seconds(run)
         time.sleep(PHASE_S)
+        used = used_seconds(run) - used
         with metrics.open("rb") as file:
             file.seek(start)
             lines = [json.loads(line) for line in file.read().splitlines()[1:] if line.endswith(b"}")]
         # from line to line: what a step waits for between two computations counts
-        medians[with_clients].append(statistics.median(b["time"] - a["time"] for a, b in itertools.pairwise(lines)))
+        taken["time"].append(statistics.median(b["time"] - a["time"] for a, b in itertools.pairwise(lines)))
+        taken["processor time"].append(used / len(lines))
         if readers is not None:
             assert readers.poll() is None
             readers.kill()
             readers.wait()
-    off, on = medians[False], medians[True]
-    ratios = [b / ((a + c) / 2) for a, b, c in zip(off, on, off[1:], strict=False)]
-    noise = statistics.median(abs(a - b) / b for a, b in itertools.pairwise(off))
-    return statistics.median(ratios), noise
+    found = {}
+    for name, each in taken.items():
+        ratios = [2 * each[i] / (each[i - 1] + each[i + 1]) for i in range(1, PHASES - 1, 2)]
+        ratio = statistics.median(ratios)
+        spread = 1.4826 * statistics.median(abs(one - ratio) for one in ratios)  # standard deviation, no outliers
+        found[name] = ratio, math.sqrt(math.pi / 2) * spread / math.sqrt(len(ratios))  # of a median
+    return found
+
+
+def used_seconds(process: int) -> float:
+    """Processor time of all threads, more exact than the ticks of /proc/PID/stat."""
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{process}/task").glob("*/schedstat")) / 1e9
 
 
 LINE = {"epoch": 1.0, "accuracy": 0.5, "grad_norm": 1.0, "conversations": 1, "supervised_tokens": 5, "flops": 1e9,

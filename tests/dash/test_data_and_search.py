@@ -95,6 +95,7 @@ def test_pages_of_a_store_a_search_and_histograms_are_its_documents(dash, tiny_r
         found += [each["document"] for each in page["documents"]]
         start = page["next"]
     assert found == [number for number, text in enumerate(texts) if word.casefold() in text.casefold()] != []
+    assert server.get("/api/data/problem", run=tiny_run.name).json == {"problem": None}
     drawn = server.get("/api/data/histograms", run=tiny_run.name).json
     assert sum(drawn["lengths"]["counts"]) == sum(drawn["shares"]["counts"]) == len(store) == drawn["documents"]
     assert drawn["tokens"] == int(store.lengths.sum())
@@ -111,6 +112,8 @@ def test_a_store_that_is_gone_or_elsewhere_is_an_error_that_says_so(dash, tmp_pa
             answer = server.get(path, run="one")
             assert answer.status == 404
             assert "one" in answer.json["error"] or "store" in answer.json["error"]
+        answer = server.get("/api/data/problem", run="one")  # the page asks this first
+        assert (answer.status, bool(answer.json["problem"])) == (200, True)
 
 
 # Feedback.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from whet.core.checksums import write_hashed_json
 from whet.core.run_folder import write_config
+from whet.data.batch import PackedBatch, pack_batch
 from whet.evaluation.validation_losses import ConversationLosses, add_validation_losses
 
 
@@ -55,3 +58,13 @@ def add_losses(folder: Path, step: int, per_token: np.ndarray, seed: int = 0) ->
 def write_lock(folder: Path, host: str, pid: int, since: float, **details: Any) -> None:
     record = {"since": since, "machine": "another", "supervisor": None, "job": None} | details
     (folder / "lock").write_text(f"{host} pid {pid} since 2026-01-01T00:00:00+00:00\n{json.dumps(record)}\n")
+
+
+def leaky_pack_batch(*arguments: Any, **keywords: Any) -> PackedBatch:
+    """A planted fault, for loader.pack_batch: conversations of a micro-batch see those before them."""
+    batch = pack_batch(*arguments, **keywords)
+    ends = (0, *[len(batch.tokens)] * (len(batch.cu_seqlens) - 1))
+    return replace(
+        batch, cu_seqlens=torch.tensor(ends, dtype=torch.int32), cu_seqlens_host=ends, max_seqlen=ends[-1],
+        positions=torch.arange(ends[-1]),
+    )  # fmt: skip

@@ -6,6 +6,7 @@ Both read the same weights and conversations. Each runs with empty caches, then 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,6 +69,7 @@ def run_end_to_end(
     config = read_config(recipe, overrides)
     if peers:
         require_translatable(config)
+    device = device if config.run.device == "auto" else config.run.device
     open_output_folder(out)
     result: dict[str, Any] = {
         "finished": False, "recipe": str(recipe), "overrides": list(overrides), "device": device, "contenders": [],
@@ -185,6 +187,9 @@ def _run_trl(contender: Contender, out: Path, environment: Mapping[str, str], de
     result, settings = out / "trl.result.json", out / "trl.json"
     result.unlink(missing_ok=True)
     write_json(settings, {"config_file": str(out / "trl.yaml"), "result": str(result), "device": device})
+    if device == "cuda":  # with several, Trainer would wrap the model in DataParallel; whet trains on the first
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        environment = {**environment, "CUDA_VISIBLE_DEVICES": first}
     command = [contender.python, str(contender.script.with_name("trl_end_to_end.py")), str(settings)]
     ended = runner.run_process(command, out / "trl.log", environment)
     found: dict[str, Any] = read_json(result) if result.exists() else {}

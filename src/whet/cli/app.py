@@ -2,41 +2,122 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from typing import Annotated
+from collections.abc import Iterator, MutableMapping
+from typing import Annotated, Any
 
 import typer
 import typer.main
+from typer.core import TyperCommand, TyperGroup
 
 from whet import __version__
-from whet.cli import (
-    bench,
-    chat,
-    config,
-    dash,
-    demo,
-    evaluate,
-    export,
-    import_,
-    launch,
-    merge,
-    models,
-    report,
-    runs,
-    search,
-    serve,
-    train,
-)
-from whet.cli.preflight import check, doctor, fit, init, inspect, prepare
 from whet.compat.typer_private import hide_obvious_types
 from whet.core.display import escape_controls, filter_library_output, mask_secrets
 from whet.core.errors import ExitCode
 from whet.core.launch_env import started_by_torchrun
 from whet.core.signals import exit_process, keep_exit_undisturbed, terminate_with_parent
 
+VERBS = {
+    "demo": "Fine-tune a small real model on this machine and compare it before and after.",
+    "init": "Write a recipe for your data: its format, lengths, batches, LoRA or not, each with the reason.",
+    "prepare": "Turn raw data into tokens with loss masks, and account for every conversation.",
+    "inspect": "Show what the model is trained on: text, tokens and ids, supervised ones in colour.",
+    "check": "Check data, chat template, masks and model before you train, or a run that has trained.",
+    "fit": "Find the fastest settings that fit into this GPU's memory.",
+    "train": "Fine-tune a model with the settings of a recipe.",
+    "launch": "Train on all devices of this machine, or of several machines, with restarts after a crash.",
+    "search": "Find good values for settings: write ranges in place of values, such as lr: {search: log, low: 1e-6, "
+    "high: 1e-4}.",
+    "eval": "Evaluate a run or a model: loss, perplexity, bits per byte, token accuracy, tasks with confidence "
+    "intervals.",
+    "chat": "Chat with a model in the terminal.",
+    "serve": "Serve a model to colleagues: an OpenAI-compatible API and a chat page.",
+    "export": "Export a run's model for other tools, load the export back and compare it with the trained model.",
+    "merge": "Merge adapters into their base model, load the result back and compare it.",
+    "report": "Write a report: curves, scores, answers before and after, the ledger, costs; offline, on one page.",
+    "dash": "Show runs in a browser while they train: curves, conversations behind every point, comparisons, chat.",
+    "bench": "Measure training speed and memory on this machine, also of other tools.",
+    "config": "List every setting with its type, default and meaning.",
+    "doctor": "Show hardware and libraries of this machine, the back-ends whet will use, and how to install what is "
+    "missing.",
+    "runs": "List, compare, follow, stop and resume runs.",
+    "import": "Import checkpoints and configurations of other programs.",
+    "models": "Models by name, version and alias.",
+}
+"""The first sentence of each verb's docstring. With it, `whet --help` imports no verb, which takes 0.07 s."""
+_MODULES = {"eval": "evaluate", "import": "import_"} | {
+    name: f"preflight.{name}" for name in ("check", "doctor", "fit", "init", "inspect", "prepare")
+}
+"""Where a verb's file has another name, or is in a folder."""
+
+
+class _Verbs(MutableMapping[str, Any]):
+    """The commands by name; a verb is imported when it is looked up."""
+
+    def __init__(self) -> None:
+        self._built: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._built:
+            if name not in VERBS:
+                raise KeyError(name)
+            self._built[name] = _build_verb(name)
+        return self._built[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._built[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._built[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
+
+
+def _build_verb(name: str) -> Any:
+    path = _MODULES.get(name, name)
+    module = importlib.import_module(f"whet.cli.{path}")
+    alone = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False, add_completion=False)
+    alone.callback()(whet)  # makes it a group, of this one verb
+    if hasattr(module, "app"):
+        alone.add_typer(module.app)
+    else:
+        alone.command(name, cls=getattr(module, "LaunchCommand", None))(getattr(module, path.rpartition(".")[2]))
+    return typer.main.get_command(alone).commands[name]  # type: ignore[attr-defined]
+
+
+class _Whet(TyperGroup):
+    """The root command: its help shows the first sentences of `VERBS`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Verbs()
+        self._summarizes = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if self._summarizes:
+            return TyperCommand(cmd_name, help=VERBS[cmd_name])
+        return super().get_command(ctx, cmd_name)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._summarizes = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._summarizes = False
+
+
 hide_obvious_types()
 app = typer.Typer(
     name="whet",
+    cls=_Whet,
     help="Fine-tune language models on conversations, and prove that what was trained is what you meant.\n\n"
     "New here? `whet demo` fine-tunes a small real model on this machine in a few minutes.",
     no_args_is_help=True,
@@ -59,33 +140,6 @@ def whet(
     ] = False,
 ) -> None:
     """Fine-tune language models on conversations."""
-
-
-for name, function in (
-    ("demo", demo.demo),
-    ("init", init.init),
-    ("prepare", prepare.prepare),
-    ("inspect", inspect.inspect),
-    ("check", check.check),
-    ("fit", fit.fit),
-    ("train", train.train),
-    ("launch", launch.launch),
-    ("search", search.search),
-    ("eval", evaluate.evaluate),
-    ("chat", chat.chat),
-    ("serve", serve.serve),
-    ("export", export.export),
-    ("merge", merge.merge),
-    ("report", report.report),
-    ("dash", dash.dash),
-    ("bench", bench.bench),
-    ("config", config.config),
-    ("doctor", doctor.doctor),
-):
-    app.command(name, cls=launch.LaunchCommand if name == "launch" else None)(function)
-app.add_typer(runs.app)
-app.add_typer(import_.app)
-app.add_typer(models.app)
 
 
 def main() -> None:

@@ -267,6 +267,7 @@ def progress(title: str, total: int | None, done: int = 0) -> Iterator[ProgressB
     with Progress(*columns, console=_console, disable=_quiet, transient=_console.is_terminal) as display:
         task = display.add_task(escape_controls(mask_secrets(title)), total=total, completed=done, note="")
         yield ProgressBar(display, task)
+        display.refresh()  # the last count: rich removes a bar below another one as it was drawn last
 
 
 @contextmanager

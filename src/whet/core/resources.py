@@ -47,6 +47,16 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def multiplies_bf16(system: Path = Path("/")) -> bool:
+    """Whether this CPU has instructions for bf16 products (AVX512-BF16, AMX). With them a matmul takes half the time of
+    one in fp32, without them many times as long."""
+    with contextlib.suppress(OSError):
+        for line in (system / "proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return not {"avx512_bf16", "amx_bf16"}.isdisjoint(line.split())
+    return False
+
+
 def _machine_memory(system: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         for line in (system / "proc/meminfo").read_text().splitlines():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import difflib
 import fcntl
 import json
 import os
@@ -33,6 +34,9 @@ RUN_FORMAT = 1
 
 VARIABLES_FILE = "variables.json"
 """Hashes of the settings that come from environment variables; see run/resume.py."""
+
+CHECK_FILE = "check.json"
+"""What `whet check RUN` found."""
 
 SUPERVISOR_VARIABLE = "WHET_LAUNCH_PID"
 """Environment variable with the identity of the `whet launch` that restarts this process."""
@@ -370,3 +374,14 @@ def _describe_heartbeat(folder: Path) -> str:
     """When the owner, possibly on another machine, last wrote its status."""
     beat = _read_status(folder).get("heartbeat")
     return f"; its last heartbeat was {format_age(time.time() - beat)}" if isinstance(beat, int | float) else ""
+
+
+def suggest_runs(path: Path) -> str:
+    """For a run folder that does not exist: those with similar names, or the runs here, as a sentence after a space."""
+    with contextlib.suppress(OSError):
+        siblings = sorted(each.name for each in path.parent.iterdir() if each.is_dir())
+        similar = difflib.get_close_matches(path.name.partition("@")[0], siblings, n=3, cutoff=0.5)
+        if similar:
+            return f" Did you mean {' or '.join(str(path.parent / name) for name in similar)}?"
+    runs = sorted(Path("runs").glob("*/config.yaml"), key=lambda file: -file.stat().st_mtime)[:5]
+    return f" Runs here: {', '.join(str(file.parent) for file in runs)}" if runs else ""

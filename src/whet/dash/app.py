@@ -19,7 +19,7 @@ from whet.core.display import mask_secrets
 from whet.core.errors import WhetError
 from whet.core.run_folder import parse_run_reference
 from whet.dash.actions import resume, stop
-from whet.dash.conversations import conversations_of_step, loss_histories, one_document
+from whet.dash.conversations import RunStore, conversations_of_step, loss_histories, one_document
 from whet.dash.curves import AxisName, MetricsFile, read_curves
 from whet.dash.live import Feeds, TooManyClientsError, poll_list, poll_run
 from whet.dash.model_routes import ModelProcess, RunBody, add_model_routes
@@ -81,7 +81,7 @@ def create_app(root: Path, feeds: Feeds) -> FastAPI:
 
     @app.get("/api/session")
     def session() -> Response:
-        return json_response({"csrf": csrf, "root": str(folders.root), "version": whet.__version__})
+        return json_response({"csrf": csrf, "root": _short_path(folders.root), "version": whet.__version__})
 
     @app.get("/api/runs")
     def runs() -> Response:
@@ -226,6 +226,12 @@ def _static(path: str) -> Response:
     return file_response(*asset)
 
 
+def _short_path(path: Path) -> str:
+    """With ~ for the user's folder."""
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path != home and path.is_relative_to(home) else str(path)
+
+
 # Runs side by side, as `whet runs compare` shows them.
 
 MAX_RUNS = 12
@@ -299,6 +305,16 @@ def add_data_routes(app: FastAPI, folders: RunsFolder) -> None:
     @app.get("/api/data/histograms")
     def distributions(name: RunName, use: Use = "train") -> Response:
         return json_response(histograms(folders, folders.find(name), use))
+
+    @app.get("/api/data/problem")
+    def problem(name: RunName, use: Use = "train") -> Response:
+        """Why the data of a run cannot be shown, before the page asks for it; null if it can."""
+        run, found = folders.find(name), None
+        try:
+            RunStore(folders, run, use)
+        except WhetError as error:
+            found = mask_secrets(str(error))
+        return json_response({"problem": found})
 
     @app.get("/api/data/duplicates")
     def duplicates(name: RunName, use: Use = "train") -> Response:

@@ -75,7 +75,7 @@ def describe_run(folders: RunsFolder, name: str, file: MetricsFile) -> dict[str,
         "reported": [_section_json(each) for each in _reported_sections(view, file) if each is not None],
         "prompts": _prompts(view),
         "costs": _costs(view, file),
-        "promises": check_promises(view, checkpoints),
+        "promises": check_promises(view, checkpoints, _peak_gib(file)),
         "config": mask_secrets(view.config_text),
     }  # fmt: skip
 
@@ -96,10 +96,17 @@ def _reported_sections(view: RunView, file: MetricsFile) -> list[ReportSection |
     over all steps come from `file`."""
     plan = plan_section(view)
     (facts,) = (block for block in plan.blocks if isinstance(block, Facts))
-    mfu, peak = (values[np.isfinite(values)] for values in map(file.steps.column, ("mfu", "peak_gib")))
+    mfu = file.steps.column("mfu")
+    mfu, peak = mfu[np.isfinite(mfu)], _peak_gib(file)
     facts.values["mean MFU"] = format_share(float(mfu.mean())) if len(mfu) else None
-    facts.values["peak memory"] = format_gib(float(peak.max())) if len(peak) else None
+    facts.values["peak memory"] = None if peak is None else format_gib(peak)
     return [effect_section(view), exports_section(view), plan]
+
+
+def _peak_gib(file: MetricsFile) -> float | None:
+    peak = file.steps.column("peak_gib")
+    peak = peak[np.isfinite(peak)]
+    return float(peak.max()) if len(peak) else None
 
 
 def _section_json(section: ReportSection) -> dict[str, Any]:
@@ -131,10 +138,7 @@ def _prompts(view: RunView) -> list[dict[str, Any]]:
 def _costs(view: RunView, file: MetricsFile) -> dict[str, Any]:
     """Time, memory, energy and money: predicted and measured. The worst batch, which ran before step 1, predicts the
     peak memory; the first steps predict the rest."""
-    peak = file.steps.column("peak_gib")
-    peak = peak[np.isfinite(peak)]
-    peaks = {"predicted": finite_number(view.plan.get("worst_batch_gib")),
-             "measured": float(peak.max()) if len(peak) else None}  # fmt: skip
+    peaks = {"predicted": finite_number(view.plan.get("worst_batch_gib")), "measured": _peak_gib(file)}
     costs = {"predicted": predicted_costs(view.folder), "measured": counted_costs(view.folder)}
     return {
         name: {"peak_gib": peaks[name], **({} if found is None else found.as_dict())} for name, found in costs.items()
@@ -252,8 +256,8 @@ class Promise:
     command: str
 
 
-def check_promises(run: RunView, checkpoints: list[int]) -> list[dict[str, Any]]:
-    """In the order of the README."""
+def check_promises(run: RunView, checkpoints: list[int], peak_gib: float | None) -> list[dict[str, Any]]:
+    """In the order of the README. `peak_gib`: the largest of all steps, of which `run` may have only some."""
     folder = shlex.quote(str(run.folder))
     config = shlex.quote(str(run.folder / "config.yaml"))
     return [
@@ -261,9 +265,9 @@ def check_promises(run: RunView, checkpoints: list[int]) -> list[dict[str, Any]]
         for each in (
             _nothing_is_lost(run, config),
             _nothing_leaks(run, config),
-            _layout(run, config),
-            _survives(checkpoints, folder),
-            _fits(run, config),
+            _layout(run, folder),
+            _survives(run, checkpoints, folder),
+            _fits(run, peak_gib, config),
             _ships(run, folder),
         )
     ]
@@ -286,37 +290,48 @@ def _nothing_leaks(run: RunView, config: str) -> Promise:
     packing = run.plan.get("packing")
     if not run.step_lines:
         return Promise(title, "open", "the model is probed before step 1", command)
-    if packing in (None, "none"):
+    if packing is None:
+        return Promise(title, "open", "plan.json, which tells how rows were packed, is missing or damaged", command)
+    if packing == "none":
         return Promise(title, "proven", "each conversation is a row of its own", command)
     return Promise(title, "proven", f"the model was probed before step 1 and trained packed ({packing})", command)
 
 
-def _layout(run: RunView, config: str) -> Promise:
-    other = shlex.quote(f"{run.folder}-layout")
-    command = (
-        f"torchrun --nproc-per-node 2 -m whet train {config} train.precision=fp64 run.dir={other} "
-        "# and compare metrics.jsonl"
-    )
-    return Promise("The layout does not matter", "open", "needs a second run with another layout", command)
+def _layout(run: RunView, folder: str) -> Promise:
+    title, command = "The layout does not matter", f"whet check {folder}"
+    level, text = run.checks.get("layout", ("", ""))
+    if level == "ok":
+        return Promise(title, "proven", text, command)
+    if level == "fault":
+        return Promise(title, "broken", text, command)
+    return Promise(title, "open", text or "the command computes a step again in other layouts", command)
 
 
-def _survives(checkpoints: list[int], folder: str) -> Promise:
-    title, command = "A run survives", f"whet runs resume {folder}"
+def _survives(run: RunView, checkpoints: list[int], folder: str) -> Promise:
+    title, command = "A run survives", f"whet check {folder}"
+    level, text = run.checks.get("resume", ("", ""))
+    if level == "fault":
+        return Promise(title, "broken", text, command)
     if not checkpoints:
         return Promise(title, "open", "there is no checkpoint yet", command)
-    return Promise(title, "proven", f"a complete checkpoint of step {checkpoints[-1]:,}", command)
+    saved = f"a complete checkpoint of step {checkpoints[-1]:,}"
+    return Promise(title, "proven", f"{saved}; {text}" if level == "ok" else saved, command)
 
 
-def _fits(run: RunView, config: str) -> Promise:
+def _fits(run: RunView, peak_gib: float | None, config: str) -> Promise:
     title, command = "It fits", f"whet fit {config}"
     retried = [event for event in run.events if event.get("kind") == "out-of-memory"]
     if not run.step_lines:
-        return Promise(title, "open", "the worst batch runs before step 1", command)
-    peak = run.peak_gib
-    evidence = "the worst batch ran before step 1" + ("" if peak is None else f"; peak {format_number(peak)} GiB")
+        return Promise(title, "open", "on a GPU, the worst batch runs before step 1", command)
+    has_tried = finite_number(run.plan.get("worst_batch_gib")) is not None
+    is_done = run.status.state == "finished"
+    done = f"{'all' if is_done else 'so far'} {format_count(run.step_lines[-1]['step'])} steps ran"
+    evidence = "the worst batch ran before step 1" if has_tried else done
+    if peak_gib is not None:
+        evidence += f"; peak {format_number(peak_gib)} GiB"
     if retried:
         evidence += f"; {len(retried)} steps were short of memory and ran in smaller micro-batches"
-    return Promise(title, "proven", evidence, command)
+    return Promise(title, "proven" if has_tried or is_done else "open", evidence, command)
 
 
 def _ships(run: RunView, folder: str) -> Promise:

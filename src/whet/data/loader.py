@@ -164,6 +164,10 @@ class Loader:
             (self._slice, self._slices),
         )  # fmt: skip
 
+    def in_layout(self, micro_rows: int, plan: Plan, rank: int, world: int) -> Loader:
+        """The same steps, without padding, as rank `rank` of `world` would get them by this plan."""
+        return Loader(self._store, plan, micro_rows, rank, world, device=self._device)
+
     @property
     def micro_rows(self) -> int:
         return self._micro_rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import textwrap
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 
 from whet.config import Config, name_config
 from whet.core.config import apply_overrides, validate_config
-from whet.core.console import info
+from whet.core.console import info, warn
 from whet.core.errors import WhetError, first_line
 from whet.core.files import resolve_path
 from whet.core.resources import available_memory
@@ -31,8 +30,6 @@ _SAMPLED_RECORDS = 2000
 _LONGEST_CONTEXT = 32_768
 """The most tokens that a proposal allows for a conversation; a longer max_length is a decision of the user's."""
 _CHARACTERS_PER_TOKEN = 2.0  # cautious: English has about 4
-_FEW_BAD_RECORDS = 0.1
-"""Up to this share, bad records are left out by proposal; with more of them, the format is in doubt."""
 _GIB, _LINE_LENGTH = 2**30, 110
 
 
@@ -59,9 +56,8 @@ class DataSummary:
     lengths_note: str
     """How they were counted, where not by the model's tokenizer."""
     is_text: bool
-    sampled: int
-    bad: tuple[BadRecord, ...]
-    """Those of the sampled records that cannot be used."""
+    bad: tuple[BadRecord, ...] = ()
+    """Those that cannot be read."""
 
 
 def propose_recipe(path: str, model: str, guess: bool = True) -> list[ProposedSetting]:
@@ -75,7 +71,7 @@ def propose_recipe(path: str, model: str, guess: bool = True) -> list[ProposedSe
         ProposedSetting("model.path", model_path, f"{known.billions:g} billion parameters" if known else ""),
         *_adapter_settings(model_path, known, data),
         *_source_settings(data),
-        *_bad_record_settings(data),
+        *(_bad_record_settings(data) if guess else []),
         *_validation_settings(data),
         *_length_settings(data),
         *_training_settings(data, known, is_adapter=_uses_adapter(model_path, known, data)),
@@ -145,14 +141,13 @@ def _summarize(source: Source, is_guessed: bool, model: str) -> DataSummary:
     items = [reader.parse(raw) for raw in itertools.islice(reader.records(), _SAMPLED_RECORDS)]
     is_text = any(isinstance(item, PlainText) for item in items)
     good = [item for item in items if isinstance(item, (Conversation, PlainText))]
+    bad = tuple(item for item in items if isinstance(item, BadRecord))
     lengths, lengths_note = _count_tokens(source, model), ""
     if lengths is None:
         lengths = [int(_characters(item) / _CHARACTERS_PER_TOKEN) + 16 for item in good]
         lengths_note = ". Estimated from characters, as the tokenizer cannot be loaded here: check it"
     total = expected_records(source)
-    bad = tuple(item for item in items if isinstance(item, BadRecord))
-    lengths = sorted(lengths) or [1]
-    return DataSummary(source, is_guessed, note, total, tuple(lengths), lengths_note, is_text, len(items), bad)
+    return DataSummary(source, is_guessed, note, total, tuple(sorted(lengths) or [1]), lengths_note, is_text, bad)
 
 
 def _characters(item: Conversation | PlainText) -> int:
@@ -190,15 +185,15 @@ def _source_settings(data: DataSummary) -> list[ProposedSetting]:
 
 
 def _bad_record_settings(data: DataSummary) -> list[ProposedSetting]:
-    if not 0 < len(data.bad) <= _FEW_BAD_RECORDS * data.sampled:
+    """Only in a file that the user reads: by itself, whet stops at the first bad record."""
+    if not data.bad:
         return []
-    reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(bad.reason for bad in data.bad).most_common())
-    first = data.bad[0]
-    looked = "" if data.sampled < _SAMPLED_RECORDS else f"first {data.sampled:,} "
-    reason = (
-        f"{len(data.bad):,} of the {looked}records are invalid: {reasons}; the first is {first.origin}: "
-        f"{first.explanation}. ledger.jsonl lists them all; without this line, training stops there"
+    first, seen = data.bad[0], min(data.conversations, _SAMPLED_RECORDS)
+    warn(
+        f"{len(data.bad):,} of the first {seen:,} records cannot be read and will be skipped; the first: "
+        f"{first.origin}: {first.explanation}"
     )
+    reason = f"{len(data.bad):,} of the first {seen:,} records cannot be read; without this line, train stops at them"
     return [ProposedSetting("data.on_bad", "skip", reason)]
 
 

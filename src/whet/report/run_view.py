@@ -15,7 +15,7 @@ from typing import Any
 from whet.core.checksums import read_hashed_json
 from whet.core.errors import WhetError
 from whet.core.files import describe_lines, read_json_lines, resolve_path
-from whet.core.run_folder import check_run_format, read_status
+from whet.core.run_folder import CHECK_FILE, check_run_format, read_status, suggest_runs
 from whet.core.yaml import read_yaml
 from whet.report.formatting import finite_number, int_or_none
 from whet.report.samples import LoggedSample, SamplePair, as_text, pair_samples
@@ -139,6 +139,8 @@ class RunView:
     certificates: tuple[dict[str, Any], ...]
     effect: dict[str, Any]
     """effect.json: what training changed."""
+    checks: dict[str, tuple[str, str]]
+    """check.json, which `whet check RUN` writes: (level, text) of each check, the worst if there are several."""
     damage: tuple[str, ...]
     """One sentence for each file that is damaged."""
 
@@ -149,6 +151,8 @@ class RunView:
         folder = Path(folder)
         config = folder / "config.yaml"
         if not config.is_file():
+            if not folder.exists() and (hint := suggest_runs(folder)):
+                raise WhetError(f"{folder}: no such folder (in {Path.cwd()}).{hint}")
             problem = "it has no config.yaml" if folder.is_dir() else "no such folder"
             raise WhetError(
                 f"{folder}: not a run: {problem}. Give the folder of a run, such as runs/NAME; `whet train CONFIG` and "
@@ -180,6 +184,7 @@ class RunView:
                 for path in sorted(folder.glob("exports/*/certificate.json"))
             ),
             effect=_read_object(folder / "effect.json", damage),
+            checks=_checks_by_name(_read_object(folder / CHECK_FILE, damage)),
             damage=tuple(damage),
         )
 
@@ -365,6 +370,15 @@ def _read_object(path: Path, damage: list[str]) -> dict[str, Any]:
     except WhetError:
         damage.append(f"{path.name}: damaged")
         return {}
+
+
+def _checks_by_name(record: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+    for check in map(as_dict, as_list(record.get("checks"))):
+        name = str(check.get("check"))
+        if found.get(name, ("ok", ""))[0] != "fault":
+            found[name] = (str(check.get("level")), str(check.get("text")))
+    return found
 
 
 def _read_lines(path: Path, damage: list[str]) -> list[dict[str, Any]]:

@@ -109,13 +109,13 @@ def step_conversations(run: Path, step: int, max_replay_s: float = MAX_REPLAY_S)
     """
     if launch_env.world_size() > 1:
         raise WhetError("whet inspect runs in one process: start it without torchrun")
-    config = _for_one_process(read_run_config(run))
-    lines = _step_lines(run)
+    config = for_one_process(read_run_config(run))
+    lines = step_lines(run)
     start = choose_start(run, step, config.train.first_step, lines, max_replay_s)  # before anything is loaded
     silence_libraries()
     set_deterministic(config)
     ranks = init_distributed(kind=config.run.device)
-    _require_free_memory(run, lines, ranks.device)
+    require_free_memory(run, lines, ranks.device)
     with advise_on_out_of_memory():
         replay = Replay(config, ranks)
         with contextlib.closing(replay.loader):
@@ -158,7 +158,7 @@ def choose_start(
     resumable = [at for at in directory.resumable_steps(run / "checkpoints") if at not in damaged]
     before = [at for at in (first, *resumable) if at < step]
     seconds = [float(line["step_s"]) for line in lines.values() if line.get("tokens_per_s") and line.get("step_s")]
-    world = _read_plan_json(run).get("world")
+    world = read_plan_json(run).get("world")
     replay_s = (step - 1 - before[-1]) * median(seconds or [0.0]) * (world if isinstance(world, int) else 1)
     if step - 1 in saved:
         return ReplayStart(step - 1, 0, replay_s)
@@ -168,14 +168,14 @@ def choose_start(
     return ReplayStart(nearest, 0, replay_s)
 
 
-def _step_lines(run: Path) -> dict[int, dict[str, Any]]:
+def step_lines(run: Path) -> dict[int, dict[str, Any]]:
     """The lines of metrics.jsonl about steps, by step."""
     file = record_file(run, "metrics")
     lines = read_json_lines(file)[0] if file.is_file() else []
     return {line["step"]: line for line in lines if "loss" in line and type(line.get("step")) is int}
 
 
-def _for_one_process(config: Config) -> Config:
+def for_one_process(config: Config) -> Config:
     """The same computation on one device, without compilation, which would take longer than a few steps."""
     offload = "none" if config.parallel.offload == "weights" else config.parallel.offload
     parallel = ParallelConfig(recompute=config.parallel.recompute, offload=offload)
@@ -183,7 +183,7 @@ def _for_one_process(config: Config) -> Config:
     return config.model_copy(update={"parallel": parallel, "model": model})
 
 
-def _require_free_memory(run: Path, lines: dict[int, dict[str, Any]], device: torch.device) -> None:
+def require_free_memory(run: Path, lines: dict[int, dict[str, Any]], device: torch.device) -> None:
     """Leave a device alone on which the run itself is training: it could run out of memory."""
     owner = read_owner(run)
     if owner is None or not owner.is_alive(run) or not device_memory.has_own_memory(device):
@@ -201,56 +201,58 @@ class Replay:
     """The model, the optimizer and the data of a run, in this process."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
-        self._config, self._ranks = with_previous_choice(config, ranks), ranks
-        self._precision: PrecisionPolicy = choose_precision(config, ranks.device)
+        self._config, self.ranks = with_previous_choice(config, ranks), ranks
+        self.precision: PrecisionPolicy = choose_precision(config, ranks.device)
         data = load_ledger_data(config, config.folder / "ledger.json")
         self.store: Store = data.train.store
         tokens = len(data.tokenizer)
-        model = build_model(config, self._precision, ranks.device, tokens, typical=data.typical_length)
-        self._root: LossModel = build_loss_model(
-            config, model, self._precision, ranks.device, tokens, data.max_document_length
+        model = build_model(config, self.precision, ranks.device, tokens, typical=data.typical_length)
+        self.root: LossModel = build_loss_model(
+            config, model, self.precision, ranks.device, tokens, data.max_document_length
         )
-        transform_layers(self._root.language_model, self._config.parallel, compile=False)
-        self._plan = Plan.load(config.folder / "plan")
-        if self._root.unpacked:
-            self._plan = self._plan.unpacked(self.store.lengths)
-        self.loader: Loader = make_loader(self._config, self.store, self._plan, ranks, self._root)
+        transform_layers(self.root.language_model, self._config.parallel, compile=False)
+        self.plan = Plan.load(config.folder / "plan")
+        if self.root.unpacked:
+            self.plan = self.plan.unpacked(self.store.lengths)
+        self.loader: Loader = make_loader(self._config, self.store, self.plan, ranks, self.root)
+        self.first_step = config.train.first_step
+        """The step that the run started after."""
         self._optimizer: torch.optim.Optimizer | None = None
         self._totals = totals_before(self.loader, config.train)
-        self._loss_scale = 1.0
+        self.loss_scale = 1.0
 
     def restore(self, step: int, with_optimizer: bool) -> bool:
         """Load the checkpoint of a step, or keep the initial model for the step that the run started after. False: the
         checkpoint is damaged."""
         if with_optimizer and self._optimizer is None:
-            self._config, self._optimizer = build_run_optimizer(self._config, self._root, self._ranks)
+            self._config, self._optimizer = build_run_optimizer(self._config, self.root, self.ranks)
         checkpoint = self._config.folder / "checkpoints" / directory.checkpoint_name(step)
         if step == self._config.train.first_step and not checkpoint.exists():
             return True
         optimizer = self._optimizer if with_optimizer else None
         try:
-            state = load_checkpoint(checkpoint, self._root, optimizer, self._ranks)["state"]
+            state = load_checkpoint(checkpoint, self.root, optimizer, self.ranks)["state"]
         except DamagedCheckpointError as error:
             warn(f"{error}. Another checkpoint takes its place")
             return False
-        self._totals, self._loss_scale = RunTotals(**state["seen"]), float(state["loss_scale"]["value"])
+        self._totals, self.loss_scale = RunTotals(**state["seen"]), float(state["loss_scale"]["value"])
         return True
 
     def train(self, start: int, count: int, lines: dict[int, dict[str, Any]]) -> None:
         """Compute `count` steps again. Steps that the run skipped change nothing now either."""
-        flops = count_step_flops(self._root.language_model)
-        self._root.train()
+        flops = count_step_flops(self.root.language_model)
+        self.root.train()
         with progress("replaying", count) as bar:
             for step in range(start, start + count):
                 after = self._totals.add(self.loader.totals(step), flops)
                 line = lines.get(step + 1, {})
                 if not line.get("skipped"):
                     assert self._optimizer is not None
-                    factor = step_lr_factor(self._plan, self._config.train.schedule, step, self._totals, after)
+                    factor = step_lr_factor(self.plan, self._config.train.schedule, step, self._totals, after)
                     set_learning_rates(self._optimizer, factor)
-                    self._loss_scale = float(line.get("loss_scale") or self._loss_scale)
+                    self.loss_scale = float(line.get("loss_scale") or self.loss_scale)
                     clip = self._config.train.clip_norm
-                    train_step(self._passes(step), self._optimizer, ranks=self._ranks, clip_norm=clip).wait()
+                    train_step(self.passes(step), self._optimizer, ranks=self.ranks, clip_norm=clip).wait()
                 self._totals = after
                 bar.advance()
 
@@ -258,20 +260,21 @@ class Replay:
     def token_losses(self, step: int, exact: bool) -> list[NDArray[np.float64]]:
         """−log p of the supervised tokens of each conversation of a step, counted from 1, in the order of the plan.
         `exact`: with the dropout of the step; otherwise without any."""
-        self._root.train(exact)
+        self.root.train(exact)
         index = step - 1
         found = [np.empty(0)] * len(self.loader.documents(index))
         batches = [batch.place_at.numpy() for _, batch in self.loader.micro_batches(index)]
-        for places, loss in zip(batches, self._passes(index), strict=True):
+        for places, loss in zip(batches, self.passes(index), strict=True):
             nll = loss.nll.double().cpu().numpy()
             for place in np.unique(places):
                 found[place] = nll[places == place]
         return found
 
-    def _passes(self, step: int) -> ForwardPasses:
+    def passes(self, step: int, loader: Loader | None = None) -> ForwardPasses:
+        """The forward passes of a step, counted from 0; `loader`: in another layout than the run's."""
         return ForwardPasses(
-            self._root, self.loader, step, device=self._ranks.device, seed=self._config.run.seed,
-            autocast=self._precision.autocast(self._ranks.device), loss_scale=self._loss_scale,
+            self.root, loader or self.loader, step, device=self.ranks.device, seed=self._config.run.seed,
+            autocast=self.precision.autocast(self.ranks.device), loss_scale=self.loss_scale,
         )  # fmt: skip
 
 
@@ -300,7 +303,7 @@ def _mean(losses: NDArray[np.float64]) -> float | None:
     return finite_or_none(float(losses.mean())) if len(losses) else None
 
 
-def _read_plan_json(run: Path) -> dict[str, Any]:
+def read_plan_json(run: Path) -> dict[str, Any]:
     """plan.json; empty if it is missing or damaged, because only the estimated time depends on it."""
     with contextlib.suppress(WhetError):
         return read_hashed_json(run / "plan.json")

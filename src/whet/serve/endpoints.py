@@ -34,6 +34,10 @@ from whet.serve.tool_calls import ToolCallFormat, find_tool_call_format
 from whet.web.request_guard import Rejection
 
 _CHARACTERS_PER_TOKEN = 8
+_FORCED_CALL = (
+    "tool_choice: whet supports auto and none. It does not constrain what a model writes, so it cannot promise a call; "
+    "ask for it in a message"
+)
 _CUT_TOKENS = 64
 """So many tokens may be others where a text is cut."""
 
@@ -242,7 +246,7 @@ class ChatCompletion(Endpoint):
         """The tools to render; none for tool_choice none."""
         choice = self.request.tool_choice
         if choice not in (None, "auto", "none"):
-            raise Rejection(400, "tool_choice: whet supports auto and none", "tool_choice", "unsupported_value")
+            raise Rejection(400, _FORCED_CALL, "tool_choice", "unsupported_value")
         try:
             tools = parse_tools(self.request.tools)
         except (BadRecordError, RecursionError) as error:

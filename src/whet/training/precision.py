@@ -11,6 +11,7 @@ import torch
 from whet.config import Config
 from whet.core.console import warn
 from whet.core.errors import WhetError
+from whet.core.resources import multiplies_bf16
 from whet.model.fp8.conversion import fp8_unsupported_reason, require_fp8
 from whet.model.modules import KeepFloat64
 
@@ -33,7 +34,8 @@ class PrecisionPolicy:
 def choose_precision(config: Config, device: torch.device, trains: bool = True) -> PrecisionPolicy:
     """`resolve_precision`, with a warning where that precision is slow."""
     precision = resolve_precision(config, device, trains)
-    if precision.name in ("bf16", "fp16") and device.type == "cpu" and config.train.precision == precision.name:
+    is_slow = precision.name == "fp16" or (precision.name == "bf16" and not multiplies_bf16())
+    if is_slow and device.type == "cpu" and config.train.precision == precision.name:
         warn(f"train.precision: {precision.name} on a CPU is often many times slower than fp32")
     return precision
 

@@ -89,10 +89,10 @@ def test_it_is_read_and_the_assumption_is_named(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", b"promt,completion\na,b\n", "Did you mean prompt for 'promt'? Rename the columns, or w"),
+        ("a.csv", b"promt,completion\na,b\n", "Did you mean prompt for 'promt'? `whet init "),
         ("a.csv", b"Prompt,Completion\na,b\n", "fields: {prompt: Prompt, completion: Completion}}]"),
         ("a.jsonl", GOOD.replace("messages", "Mesages").encode(), "Did you mean messages for 'Mesages'?"),
-        ("a.csv", b"What is 2+2?,4\nAnd 3+3?,6\n", "first row must name the columns: add it if it is missing"),
+        ("a.csv", b"What is 2+2?,4\nAnd 3+3?,6\n", "first row must name the columns, such as question and answer: add"),
         ("a.csv", b"prompt,prompt\na,b\n", "a.csv:1: the first row must name the columns, but it has 'prompt' twice"),
         ("a.csv", b"Frage;Antwort\na;b\n", "format: prompt-completion, fields: {prompt: Frage, completion: Antwor"),
         ("a.csv", b"PREGUNTA,Respuesta \na,b\n", "prompt for 'PREGUNTA' and completion for 'Respuesta'?"),

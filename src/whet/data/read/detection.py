@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from whet.data.read.text_encoding import unmarked_utf16
 from whet.data.read.unsupported_records import (
     SCORE,
     TURN_KEYS,
+    find_context,
     name_preference,
     name_shape,
     name_unanswered,
@@ -47,6 +49,8 @@ _FIELD_WORDS = {
     ("prompt-completion", "prompt"): QUESTION_WORDS.split(),
     ("prompt-completion", "completion"): ANSWER_WORDS.split(),
 }
+_CLEAR_OPTIONAL = ("system", "input")
+"""Fields that belong to the question, where a record has them."""
 _SUGGESTED_FIRST = sorted(_DETECTABLE, key=lambda name: name == "text")
 _COLUMN_NAME = re.compile(r"[^\W\d].{0,30}(?<![?!.])")
 """Not a question or a number, as the first row has them if no row names the columns."""
@@ -71,9 +75,14 @@ def detect_source_format(containers: Sequence[Container], source: Source) -> Det
         sample += _sample_records(each.records(), 1)
     if source.format == "auto" and (not sample or any("\0" in key for key in _record_keys([sample[0][0]]))):
         _reject_binary(containers[0])
-    chosen = detect_format([record for record, _ in sample], [place for _, place in sample], source)
+    try:
+        chosen = detect_format([record for record, _ in sample], [place for _, place in sample], source)
+    except WhetError as error:
+        sheets = [each.note for each in containers if each.kind == "xlsx"]
+        raise WhetError(f"{error}. This is {sheets[0]}") if len(sheets) == 1 else error from None
     notes = dict.fromkeys(f", {note}" for each in containers for note in _container_notes(each))
-    return chosen._replace(description=chosen.description + "".join(notes))
+    used, not_used, unused = chosen.description.partition("; not used: ")
+    return chosen._replace(description=used + "".join(notes) + not_used + unused)
 
 
 def _container_notes(container: Container) -> Iterator[str]:
@@ -212,9 +221,12 @@ def _advise_fields(sample: Sequence[Any], source: Source) -> str:
     if near := suggest_fields(sample, source.fields or {}):
         named = {field: key for field, key in near.fields.items() if field not in (source.fields or {})}
         means = " and ".join(f"{field} for {key!r}" for field, key in named.items())
-        return f". Did you mean {means}? Rename the columns, or write under data: {near.line(source.path)}"
+        return (
+            f". Did you mean {means}? `whet init {shlex.quote(source.path)}` writes a recipe with these names. Or "
+            f"rename the columns, or write under data: {near.line(source.path)}"
+        )
     is_table = any(suffix in source.path.lower() for suffix in (".csv", ".tsv", ".xlsx"))
-    header = ". The first row must name the columns: add it if it is missing" if is_table else ""
+    header = ". The first row must name the columns, such as question and answer: add or change it" if is_table else ""
     if both := suggest_two_columns(sample):
         prompt, completion = both.fields.values()
         return f"{header}. If {prompt!r} is the question and {completion!r} the answer, write under data: " + both.line(
@@ -238,7 +250,10 @@ def guess_fields(containers: Sequence[Container]) -> SuggestedFields | None:
     """Format and fields of records that no format recognises by itself, from the names and texts of their columns."""
     records = itertools.chain.from_iterable(each.records() for each in containers)
     sample = [record for record, _ in _sample_records(records, _SAMPLED_RECORDS)]
-    return suggest_fields(sample, {}) or suggest_two_columns(sample)
+    near = suggest_fields(sample, {})
+    if (near is None or near.format == "prompt-completion") and (context := find_context(sample)) is not None:
+        return SuggestedFields("alpaca", context)
+    return near or suggest_two_columns(sample)
 
 
 def suggest_fields(sample: Sequence[Any], fields: Mapping[str, str]) -> SuggestedFields | None:
@@ -257,9 +272,9 @@ def _suggest_for_record(record: Any, fields: Mapping[str, str]) -> SuggestedFiel
             )
             if key is not None:
                 near[field] = key
-        for field in list(near):  # fields that the format does not require; of those, a system message is clear
-            is_system = field == "system" and closest_key(form.fields[field], [near[field]], cutoff=1.0)
-            if not is_system and form.recognise(record, {**fields, **near} | {field: fields.get(field, "\0")}):
+        for field in list(near):  # what the format does not require must be named by its very word, in any case
+            is_clear = field in _CLEAR_OPTIONAL and closest_key(form.fields[field], [near[field]], cutoff=1.0)
+            if not is_clear and form.recognise(record, {**fields, **near} | {field: fields.get(field, "\0")}):
                 del near[field]
         if near and form.recognise(record, {**fields, **near}):
             return SuggestedFields(name, {**fields, **near})

@@ -14,7 +14,15 @@ from typing import Any
 
 from whet.core.errors import WhetError
 from whet.data.read.container import Container, RawRecord, UnreadableRecord
-from whet.data.read.text_files import HEADER_ROWS, check_header, describe_unnamed, find_header, is_blank, table_record
+from whet.data.read.text_files import (
+    HEADER_ROWS,
+    check_header,
+    describe_unnamed,
+    find_header,
+    is_blank,
+    names_columns,
+    table_record,
+)
 
 _MAX_BYTES = 2**30
 """Of a workbook, decompressed."""
@@ -22,8 +30,8 @@ _CARRIAGE_RETURN = re.compile(r"_x000D_\n?")
 
 
 class ExcelFile(Container):
-    """An .xlsx workbook: the first visible sheet with a table, whose first row names the columns. Formulas count by the
-    value that Excel saved."""
+    """An .xlsx workbook: the first visible sheet with columns named as a question and an answer, else the first with
+    several columns. Its first row names them. Formulas count by the value that Excel saved."""
 
     kind = "xlsx"
 
@@ -86,7 +94,9 @@ class ExcelFile(Container):
                     visible = [sheet for sheet in book.worksheets if sheet.sheet_state == "visible"]
                     if not visible:
                         raise WhetError(f"data.sources: {self.name}: the workbook has no visible sheet with cells")
-                    chosen = next((sheet for sheet in visible if _has_table(sheet)), None)
+                    tables = [sheet for sheet in visible if _has_table(sheet)]
+                    best = max(map(_rank_table, tables), default=0)  # the first may be a cover page
+                    chosen = next((sheet for sheet in tables if _rank_table(sheet) == best), None)
                     if chosen is None:
                         raise WhetError(
                             f"data.sources: {self.name}: sheet {visible[0].title!r} has no rows under the names of "
@@ -105,6 +115,14 @@ class ExcelFile(Container):
 def _has_table(sheet: Any) -> bool:
     """Whether a sheet has at least two rows, the names of the columns being one. A chart has none."""
     return hasattr(sheet, "iter_rows") and len(list(itertools.islice(_rows(sheet), 2))) == 2
+
+
+def _rank_table(sheet: Any) -> int:
+    """2: its columns are named as a question and an answer. 1: its first rows have several cells. 0: neither."""
+    rows = [row for _, row in itertools.islice(_rows(sheet), HEADER_ROWS)]
+    if names_columns(rows[find_header(rows)]):
+        return 2
+    return int(all(sum(1 for cell in row if cell.strip()) > 1 for row in rows[:2]))
 
 
 def _rows(sheet: Any) -> Iterator[tuple[int, list[str]]]:

@@ -36,9 +36,14 @@ def locate_containers(source: Source, example: str = _EXAMPLE_RECORD) -> list[Co
     files = _locate_files(source)
     found = [open_container(name, path, source) for name, path in files if path.stat().st_size]
     if not found:
+        is_table = all(data_suffix(path) in (*_CSV_DELIMITERS, *_EXCEL_SUFFIXES) for _, path in files)
+        content = (
+            "a row that names the columns, such as question and answer, and one row for each"
+            if is_table
+            else f"one JSON object per line, such as {example}"
+        )
         raise WhetError(
-            f"data.sources: {files[0][0] if len(files) == 1 else source.path}: the file is empty. Write one JSON "
-            f"object per line, such as {example}"
+            f"data.sources: {files[0][0] if len(files) == 1 else source.path}: the file is empty. Write {content}"
         )
     _check_options(source, found)
     return found
@@ -194,6 +199,11 @@ def _reject_other_files(name: str, suffix: str, head: bytes) -> None:
     if head.startswith(_ZIP_MAGIC) and not _is_workbook(suffix, head):
         if b"opendocument" in head or suffix in (".ods", ".xlsb", ".numbers"):
             raise WhetError(f"data.sources: {name}: the file is a spreadsheet. Save it as .xlsx or as CSV UTF-8")
+        if suffix in (".docx", ".odt", ".pages", ".pptx"):
+            raise WhetError(
+                f"data.sources: {name}: the file is a document. Save its text as .txt to train on every word; "
+                "questions and answers belong into a table: .xlsx or CSV UTF-8"
+            )
         raise WhetError(f"data.sources: {name}: the file is a zip archive. Unpack it, and give the files in it")
     if suffix != ".txt" and head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
         raise WhetError(

@@ -99,7 +99,12 @@ ANSWER_WORDS = """
     答复 解答 出力 답변 대답 svar vastaus cevap yanıt odpověď odpoveď válasz răspuns απάντηση جواب إجابة תשובה उत्तर
     câu_trả_lời trả_lời jawaban คำตอบ assistant bot gpt assistant_message bot_message model_output reply
 """
-"""Names of columns that mean a question or an answer, in several languages; whet proposes them, never assumes them."""
+CONTEXT_WORDS = """
+    kontext hintergrund contexto contexte contesto kontekst контекст bağlam context_text background passage_text
+    上下文 背景 文脈 문맥 samenhang sammanhang konteksti kontextus πλαίσιο سياق הקשר संदर्भ ngữ_cảnh konteks บริบท
+"""
+"""Names of columns that mean a question, an answer or what belongs to the question, in several languages; whet proposes
+them, never assumes them."""
 _PROMPT_COMPLETION_EXAMPLE = '{"prompt": "…", "completion": "…"}'
 MORE_THAN_A_PROMPT = ("instruction", "context", "passage", "document", "choices", "options", "history")
 CHOICE_COLUMN = re.compile(r"(?:option|choice|distractor|op)[_ ]?(?:[a-e]|[0-5])", re.IGNORECASE)

@@ -100,11 +100,12 @@ def is_blank(row: Sequence[str]) -> bool:
 def find_header(rows: Sequence[Sequence[str]]) -> int:
     """The index of the row that names the columns: the first, unless it does not name a question and an answer and one
     of the next rows does: titles and groups of columns are written above them."""
-    named = [number for number, row in enumerate(rows[:HEADER_ROWS]) if _names_columns(row)]
+    named = [number for number, row in enumerate(rows[:HEADER_ROWS]) if names_columns(row)]
     return named[0] if named else 0
 
 
-def _names_columns(row: Sequence[str]) -> bool:
+def names_columns(row: Sequence[str]) -> bool:
+    """Whether a row has the words for a question and for an answer."""
     names = [cell.strip() for cell in row if cell.strip()]
     question = closest_key(PROMPT_COMPLETION_FIELDS["prompt"], names, QUESTION_WORDS.split(), cutoff=1.0)
     answer = closest_key(PROMPT_COMPLETION_FIELDS["completion"], names, ANSWER_WORDS.split(), cutoff=1.0)
@@ -257,7 +258,7 @@ def is_table(path: Path, name: str) -> bool:
     a question and an answer, so that no document is taken for one."""
     found, rows = _detect_delimiter(path, name, detect_encoding(path, name).codec, "\t")
     table = _table(rows)
-    return _names_columns(table[0]) and _share_of_rows(table) > _MOST and found in "\t;,|"
+    return names_columns(table[0]) and _share_of_rows(table) > _MOST and found in "\t;,|"
 
 
 class TextFile(Container):

@@ -11,8 +11,14 @@ from whet.data.conversation import Conversation, Origin, ParsedRecord
 from whet.data.read.formats import FORMATS
 from whet.data.read.json_files import is_list_of_records
 from whet.data.read.messages import MEDIA_KEYS, RECORD_FIELDS, is_turn_list
-from whet.data.read.question_formats import CHOICE_COLUMN, MORE_THAN_A_PROMPT
-from whet.data.read.record_fields import EMPTY_VALUES, find_optional, shorten
+from whet.data.read.question_formats import (
+    ANSWER_WORDS,
+    CHOICE_COLUMN,
+    CONTEXT_WORDS,
+    MORE_THAN_A_PROMPT,
+    QUESTION_WORDS,
+)
+from whet.data.read.record_fields import EMPTY_VALUES, closest_key, find_optional, shorten
 
 Record = Mapping[str, Any]
 
@@ -164,6 +170,10 @@ def _name_record(record: Record, records: Sequence[Record]) -> str | None:
                 f"a tree of replies inside {key!r}, as in OASST. whet reads a conversation per record: write each path "
                 'from the root to a leaf as {"messages": […]}'
             )
+    for key, value in record.items():
+        if isinstance(value, dict) and (inside := find_records_inside(value)):
+            place = f"{key}.{inside}"
+            return f"the records are inside {place}. Write each on a line: jq -c '.{place}[]' FILE > NEW.jsonl"
     if inside := find_records_inside(record):
         return (
             f"the records are inside {inside!r}, several to a line. Write each into one: jq -c '.{inside}[]' FILE > "
@@ -195,15 +205,35 @@ def _name_record(record: Record, records: Sequence[Record]) -> str | None:
             f"several answers to a question ({several!r}). Write a record for each answer that is to be learned: "
             '{"prompt": "…", "completion": "…"}'
         )
-    prompt, completion = (next((key for key in known if key in keys), None) for known in (_PROMPTS, _COMPLETIONS))
-    context = next((key for key in MORE_THAN_A_PROMPT if isinstance(record.get(key), str) and record[key]), None)
-    if prompt and completion and context:
+    if (fields := find_context(records)) is not None:
         return (
-            f"a question, an answer and {context!r}, which belongs to the question. Set fields: "
-            f"{{instruction: {prompt}, input: {context}, output: {completion}}}"
+            f"a question, an answer and {fields['input']!r}, which belongs to the question. Set fields: "
+            f"{{{', '.join(f'{field}: {name}' for field, name in fields.items())}}}, or let `whet init` write it"
         )
+    prompt, completion = _find_names(record)
     if prompt and not completion:
         return f"a question ({prompt!r}) without a known answer. Set fields: {{prompt: {prompt}, completion: NAME}}"
+    return None
+
+
+def _find_names(record: Record) -> tuple[str | None, str | None]:
+    """The columns with the question and with the answer."""
+    prompt = closest_key(_PROMPTS, record, QUESTION_WORDS.split(), cutoff=1.0)
+    return prompt, closest_key(_COMPLETIONS, [key for key in record if key != prompt], ANSWER_WORDS.split(), cutoff=1.0)
+
+
+def find_context(sample: Sequence[Any]) -> dict[str, str] | None:
+    """Fields as in Alpaca of records with a question, its context and an answer; None if they have no context."""
+    for record in sample:
+        if not isinstance(record, dict):
+            continue
+        prompt, completion = _find_names(record)
+        others = (key for key in record if key not in (prompt, completion))
+        texts = [key for key in others if isinstance(record[key], str) and record[key]]
+        context = closest_key(MORE_THAN_A_PROMPT, texts, CONTEXT_WORDS.split(), cutoff=1.0)
+        is_alpaca = str(context).lower() == "instruction" and str(prompt).lower() == "input"
+        if prompt and completion and context and not is_alpaca:
+            return {"instruction": prompt, "input": context, "output": completion}
     return None
 
 

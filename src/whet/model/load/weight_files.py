@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from whet.core.checksums import read_hashed_json
 from whet.core.errors import WhetError, first_line, os_error, refused_pickle
 from whet.core.files import atomic_write, cache_dir, hash_file, hash_json, read_json, resolve_path, user_path
 from whet.core.hub import is_hub_name, reach_hub
+from whet.core.run_folder import suggest_runs
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.random_models import is_random_model
@@ -42,7 +42,7 @@ def locate_model(path: str) -> str:
     if not is_hub_name(path):
         raise WhetError(
             f"model.path: {path}: no such folder (looked in {Path.cwd()}), and not a hub id of the form OWNER/NAME."
-            f"{_describe_runs()}"
+            f"{suggest_runs(Path(path))}"
         )
     return path
 
@@ -73,16 +73,7 @@ def require_no_typo(reference: str) -> None:
     path = user_path(reference)
     if ":" in reference or path.exists() or len(path.parts) < 2 or not path.parent.is_dir():
         return
-    siblings = sorted(each.name for each in path.parent.iterdir() if each.is_dir())
-    similar = difflib.get_close_matches(path.name.partition("@")[0], siblings, n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(str(path.parent / name) for name in similar)}?" if similar else _describe_runs()
-    raise WhetError(f"{reference}: no such folder (in {Path.cwd()}).{hint}")
-
-
-def _describe_runs() -> str:
-    """The runs in this folder, as a sentence."""
-    runs = sorted(Path("runs").glob("*/config.yaml"), key=lambda file: -file.stat().st_mtime)[:5]
-    return f" Runs here: {', '.join(str(file.parent) for file in runs)}" if runs else ""
+    raise WhetError(f"{reference}: no such folder (in {Path.cwd()}).{suggest_runs(path)}")
 
 
 def load_error(path: str, what: str, error: Exception) -> WhetError:

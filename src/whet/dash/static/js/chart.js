@@ -31,18 +31,28 @@ export class CurveChart {
     this.output = h("output", { "aria-live": "off" });
     this.legend = h("span", { class: "keys" });
     this.plot = h("div", { class: "canvas" });
+    this.enlarge = options.small ? h("button", {
+      type: "button", class: "enlarge", "aria-pressed": "false", "aria-label": `Enlarge ${options.title}`, title: "Enlarge", onclick: () => this.toggle(),
+    }, "⤢") : null;
     this.element = h("figure", {
       class: `chart live-chart${options.small ? " small" : ""}`, tabindex: 0, "data-chart": options.id,
       role: "group", "aria-label": `${options.title}. Arrow keys move over steps, Enter opens one.`,
       onkeydown: (event) => this.key(event),
-    }, h("figcaption", {}, h("b", {}, options.title, ["", "share", undefined].includes(options.unit) ? null : ` (${options.unit})`), this.legend, this.output), this.plot);
+    }, h("figcaption", {}, h("b", {}, options.title, ["", "share", undefined].includes(options.unit) ? null : ` (${options.unit})`), this.legend, this.output, this.enlarge), this.plot);
     this.lines = [];
     this.events = [];
     this.resize = new ResizeObserver(() => this.fit());
     this.resize.observe(this.plot);
   }
 
-  height() { return this.options.small ? 150 : innerWidth < 760 ? 240 : 320; }
+  height() { return this.options.small && !this.isLarge ? 150 : innerWidth < 760 ? 240 : 320; }
+
+  toggle() {
+    this.isLarge = !this.isLarge;
+    this.element.classList.toggle("large", this.isLarge);
+    this.enlarge.setAttribute("aria-pressed", String(this.isLarge));
+    this.u?.setSize({ width: this.plot.clientWidth, height: this.height() });
+  }
 
   fit() {
     const width = this.plot.clientWidth;
@@ -99,7 +109,8 @@ export class CurveChart {
       ],
       hooks: {
         setCursor: [(u) => this.point(u.cursor.idx)],
-        draw: [(u) => this.drawEvents(u)],
+        drawAxes: [(u) => this.drawEvents(u)], // below the points
+        draw: [(u) => this.drawFaults(u)],
         setSelect: [(u) => this.select(u)],
       },
     }, this.join(), this.plot);
@@ -114,7 +125,8 @@ export class CurveChart {
   describe() {
     replace(this.legend, this.options.legend !== false && (!this.options.small || new Set(this.lines.map(({ key, name }) => key ?? name)).size > 1)
       ? this.lines.filter(({ hidden }) => !hidden).map((line) =>
-        h("span", { class: `key ${line.kind}`, style: { "--own": line.color } }, line.name)) : []);
+        h("span", { class: `key ${line.kind}`, style: { "--own": line.color } }, line.name)) : [],
+    !this.options.small && this.events.some(({ kind }) => kind === "fault") ? h("span", { class: "key marks", style: { "--own": color("--bad") } }, "event") : null);
   }
 
   select(u) {
@@ -148,7 +160,7 @@ export class CurveChart {
   }
 
   key(event) {
-    if (!this.u) return;
+    if (!this.u || event.target !== this.element) return;
     const last = this.u.data[0].length - 1;
     const now = this.u.cursor.idx ?? last;
     const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -last, End: last }[event.key];
@@ -166,6 +178,7 @@ export class CurveChart {
     for (const { x, kind } of this.events) {
       if (x < u.scales.x.min || x > u.scales.x.max) continue;
       const at = Math.round(u.valToPos(x, "x", true)) + 0.5;
+      ctx.globalAlpha = kind === "fault" ? 0.5 : 1;
       ctx.strokeStyle = color(kind === "checkpoint" ? "--line" : kind === "chosen" ? "--ink" : "--bad");
       ctx.lineWidth = devicePixelRatio * (kind === "chosen" ? 1.5 : 1);
       ctx.setLineDash(kind === "checkpoint" || kind === "chosen" ? [] : [4 * devicePixelRatio, 3 * devicePixelRatio]);
@@ -173,6 +186,23 @@ export class CurveChart {
       ctx.moveTo(at, kind === "checkpoint" ? bbox.top + bbox.height - 7 * devicePixelRatio : bbox.top);
       ctx.lineTo(at, bbox.top + bbox.height);
       ctx.stroke();
+    }
+    ctx.restore();
+  }
+
+  // The values at the events themselves, so that a spike can be seen and clicked.
+  drawFaults(u) {
+    const { ctx } = u;
+    const values = u.data[1 + this.lines.findIndex(({ step }) => step)];
+    if (!values) return;
+    ctx.save();
+    ctx.fillStyle = color("--bad");
+    for (const { x, kind } of this.events) {
+      const y = kind === "fault" && x >= u.scales.x.min && x <= u.scales.x.max ? values[u.valToIdx(x)] : null;
+      if (y === null || y === undefined || u.data[0][u.valToIdx(x)] !== x) continue;
+      ctx.beginPath();
+      ctx.arc(u.valToPos(x, "x", true), u.valToPos(y, "y", true), 3.5 * devicePixelRatio, 0, 2 * Math.PI);
+      ctx.fill();
     }
     ctx.restore();
   }

@@ -19,7 +19,7 @@ export async function show(main, place) {
   let run = runs.find(({ run: name }) => name === place.name) ?? runs[0];
   let pending = null;
   let conversations = [[], []];
-  const sides = ["tuned", "base"].map((name) => ({ name, list: h("div", { class: "turns", "aria-live": "polite" }), title: h("h2", {}, name) }));
+  const sides = ["tuned", "base"].map((name) => ({ name, list: h("div", { class: "turns", tabindex: 0, "aria-label": `Conversation with the ${name} model`, "aria-live": "polite" }), title: h("h2", {}, name) }));
   const withBase = h("input", { type: "checkbox", checked: true, onchange: () => { columns.classList.toggle("one", !withBase.checked); reset(); } });
   withBase.checked = true;
   const step = h("input", { type: "range", min: 0, step: 1, "aria-label": "Checkpoint", oninput: () => drawTitle(), onchange: () => reset() });
@@ -63,6 +63,7 @@ export async function show(main, place) {
       const body = h("p", { class: "tokens" });
       const status = h("p", { class: "note" }, i === 0 ? "Loading the model …" : "Waiting …");
       sides[i].list.append(h("div", { class: "turn user" }, text), h("div", { class: "turn" }, body, status));
+      sides[i].list.scrollTop = sides[i].list.scrollHeight;
       return { body, status, side: i };
     });
     prompt.value = "";
@@ -80,7 +81,7 @@ export async function show(main, place) {
         const answer = answers[event.model];
         if (event.text !== undefined) {
           answer.status.textContent = "";
-          answer.body.append(event.text);
+          follow(sides[answer.side].list, () => answer.body.append(event.text));
         } else finish(answer, event, request, asked);
       }
     } catch (error) {
@@ -98,9 +99,11 @@ export async function show(main, place) {
     const reply = { role: "assistant", content: event.answer };
     const messages = [...request.messages[i], reply];
     conversations[i] = [...conversations[i], asked, reply];
-    replace(answer.body, event.explain.length ? event.explain.map(token) : event.answer || "(empty)");
-    replace(answer.status, `${format.count(event.tokens)} tokens${event.stopped === "length" ? ", cut at the limit" : ""} `,
-      event.answer ? thumbs(run.run, request.step, sides[i].name, messages) : null);
+    follow(sides[i].list, () => {
+      replace(answer.body, event.explain.length ? event.explain.map(token) : event.answer || "(empty)");
+      replace(answer.status, `${format.count(event.tokens)} tokens${event.stopped === "length" ? ", cut at the limit" : ""} `,
+        event.answer ? thumbs(run.run, request.step, sides[i].name, messages) : null);
+    });
   }
   function thumbs(name, at, model, messages) {
     const buttons = [true, false].map((good) => h("button", { type: "button", class: "thumb", "aria-label": good ? "Good answer" : "Bad answer", onclick: async () => {
@@ -119,6 +122,13 @@ export async function show(main, place) {
     columns, h("div", { class: "ask" }, prompt, button));
   useRun();
   return () => pending?.abort();
+}
+
+// A conversation that is scrolled to its end stays there while it grows.
+function follow(list, change) {
+  const atEnd = list.scrollTop + list.clientHeight >= list.scrollHeight - 8;
+  change();
+  if (atEnd) list.scrollTop = list.scrollHeight;
 }
 
 // Sure tokens are plain, unsure ones are marked; hovering shows what else was likely.

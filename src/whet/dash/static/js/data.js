@@ -12,7 +12,8 @@ export async function show(main, place) {
     replace(main, h("h1", {}, "Data"), h("div", { class: "empty" }, h("h2", {}, "No runs here yet"), h("p", { class: "note" }, "The data of a run appears once it is prepared.")));
     return undefined;
   }
-  const view = { run: names.includes(place.name) ? place.name : names[0], use: "train", start: 0, query: "" };
+  const view = { run: place.name, use: "train", start: 0, query: "" };
+  if (!names.includes(place.name)) view.run = await firstWithData(names);
   const list = h("div", {});
   const shapes = h("div", {});
   const twins = h("div", {});
@@ -42,8 +43,14 @@ export async function show(main, place) {
   async function open() {
     view.start = 0;
     replace(twins);
-    load();
     await guarded(shapes, async () => {
+      const { problem } = await getJson("/api/data/problem", { run: view.run, use: view.use });
+      content.hidden = problem !== null;
+      if (problem) {
+        replace(shapes, h("div", { class: "empty" }, h("h2", {}, "No data to show"), h("p", { class: "note" }, problem)));
+        return;
+      }
+      load();
       const found = await getJson("/api/data/histograms", { run: view.run, use: view.use });
       replace(shapes, h("div", { class: "tiles" }, tile(format.count(found.documents), "conversations"), tile(format.count(found.tokens), "tokens"),
         tile(format.share(found.tokens ? found.supervised / found.tokens : null), "supervised"), tile(format.count(found.lengths.median), "median tokens"), tile(format.count(found.lengths.longest), "longest")),
@@ -59,11 +66,20 @@ export async function show(main, place) {
           h("div", { class: "twins" }, pair.documents.map((each) => conversation(each))))));
     });
   }
+  const content = h("div", {},
+    section("Near-duplicates", "Pairs that share at least 80 % of their sequences of five tokens.", h("button", { type: "button", onclick: findTwins }, "Find near-duplicates"), twins), section("Conversations", null, list));
   replace(main, h("h1", {}, "Data"), h("div", { class: "controls" }, select,
-    choice("Part", [["train", "training"], ["validation", "validation"]], "train", (use) => { view.use = use; open(); }), search), shapes,
-  section("Near-duplicates", "Pairs that share at least 80 % of their sequences of five tokens.", h("button", { type: "button", onclick: findTwins }, "Find near-duplicates"), twins), section("Conversations", null, list));
+    choice("Part", [["train", "training"], ["validation", "validation"]], "train", (use) => { view.use = use; open(); }), search), shapes, content);
   await open();
   return undefined;
+}
+
+// A run that has only begun has no data yet; of many such, the first will do.
+async function firstWithData(names) {
+  for (const run of names.slice(0, 10)) {
+    if ((await getJson("/api/data/problem", { run, use: "train" })).problem === null) return run;
+  }
+  return names[0];
 }
 
 export function histogram(title, { edges, counts }, show) {

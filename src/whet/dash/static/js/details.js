@@ -18,12 +18,12 @@ export function command(text) {
 
 export function events(found, open) {
   if (!found?.length) return null;
-  return section("Events", "Steps that went wrong, with their cause. They are dashed lines on the curves.",
+  return section("Events", "Steps that went wrong, with their cause. They are red on the curves.",
     table(["step", "what", "action", "conversations"], found.slice(-50).map((event) => [
       event.step === null ? "–" : h("button", { type: "button", class: "fault", onclick: () => open(event.step) }, format.count(event.step)),
       `${event.kind}: ${event.reason}`, event.action ?? "–",
-      event.conversations.length ? event.conversations.map((each) => h("div", {}, h("code", {}, `${each.source}:${each.line}`),
-        each.loss === null || each.loss === undefined ? "" : ` loss ${format.number(each.loss)}`)) : event.layer ?? "–",
+      event.conversations.length ? h("div", {}, event.conversations.map((each) => h("div", {}, h("code", {}, `${each.source}:${each.line}`),
+        each.loss === null || each.loss === undefined ? "" : ` loss ${format.number(each.loss)}`))) : event.layer ?? "–",
     ])));
 }
 
@@ -105,8 +105,9 @@ export function costs({ costs: found, checkpoints, best_checkpoint: best }) {
       both ? signed(measured[key] / predicted[key] - 1) : "–"];
   });
   if (!rows.length && !checkpoints?.length) return null;
-  return section("Predicted and measured", rows.length ? "Time of the whole run, all starts together, is predicted after the first steps; memory by the worst batch before step 1, on a GPU." : null,
-    rows.length ? table(["", "predicted", "measured", "difference"], rows) : null,
+  const isPredicted = rows.some(([, expected]) => expected !== "–"); // not of a run of a few steps on a CPU
+  return section("Predicted and measured", rows.length ? `${isPredicted ? "" : "Nothing was predicted: the run is too short, or has only begun. "}Time of the whole run, all starts together, is predicted after the first steps; memory by the worst batch before step 1, on a GPU.` : null,
+    rows.length ? isPredicted ? table(["measure", "predicted", "measured", "difference"], rows) : table(["measure", "measured"], rows.map(([name, , found]) => [name, found])) : null,
     checkpoints?.length ? h("p", { class: "note checkpoints" }, "Checkpoints: ", checkpoints.map((step) => chip(`${format.count(step)}${best === `step-${String(step).padStart(6, "0")}` ? " best" : ""}`))) : null);
 }
 

@@ -17,6 +17,7 @@ const COLUMNS = [
   { id: "age", title: "last sign", sort: (run) => run.last_sign ?? 0 },
 ];
 
+const NUMBERS = { step: "step", loss: "loss", best: "best", tokens: "tokens", hours: "device_hours", speed: "tokens_per_s" };
 const TITLES = COLUMNS.map(({ title }) => title);
 
 export const runLink = (name) => `#/run/${name.split("/").map(encodeURIComponent).join("/")}`;
@@ -38,7 +39,7 @@ export async function show(main) {
   const made = new Map(); // the rows in the page: one that has not changed is made once
 
   const search = h("input", {
-    type: "search", placeholder: "Filter by name, tag, project, host", "aria-label": "Filter the runs",
+    type: "search", placeholder: "Filter by name, tag, project, host, loss<0.5", "aria-label": "Filter the runs",
     oninput: () => { view.text = search.value.toLowerCase(); draw(); },
   });
   const states = h("div", { class: "choice", role: "group", "aria-label": "State" });
@@ -48,9 +49,16 @@ export async function show(main) {
   const list = h("div", {});
   const notes = h("div", {});
 
+  // A word is in the text of the run, or compares a number of it: loss<0.5
   const matches = (run) => {
     const text = [run.name, run.project, run.host, run.state, ...run.tags].join(" ").toLowerCase();
-    return view.text.split(/\s+/).every((word) => text.includes(word)) && (!view.state || run.state === view.state);
+    const holds = (word) => {
+      const [, name, sign, limit] = word.match(/^([a-z]+)([<>])([\d.e+-]+)$/) ?? [];
+      const value = name in NUMBERS ? run[NUMBERS[name]] : undefined;
+      if (value === undefined || Number.isNaN(Number(limit))) return text.includes(word);
+      return value !== null && (sign === "<" ? value < Number(limit) : value > Number(limit));
+    };
+    return view.text.split(/\s+/).every(holds) && (!view.state || run.state === view.state);
   };
 
   function drawStates() {

@@ -64,7 +64,7 @@ function parallel(found, best) {
     const drawn = svg("path", { class: kind, d: `M${places.map(([a, b]) => `${a.toFixed(1)} ${b.toFixed(1)}`).join("L")}` }, svg("title", {}, `trial ${trial.number}: ${format.loss(trial.value)}`));
     return [kind === "best" ? 2 : kind === "complete" ? 1 : 0, trial.run ? svg("a", { href: runLink(trial.run), "aria-label": `Trial ${trial.number}` }, drawn) : drawn];
   }).sort((a, b) => a[0] - b[0]).map(([, element]) => element);
-  const drawing = svg("svg", { class: "parallel", viewBox: `0 0 ${width} ${HEIGHT}`, style: { "min-width": innerWidth < 760 ? `${width}px` : "0" }, role: "group", "aria-label": `${reached.length} trials by their parameters` }, lines,
+  const drawing = svg("svg", { class: "parallel", viewBox: `0 0 ${width} ${HEIGHT}`, style: { "--least": `${width}px` }, role: "group", "aria-label": `${reached.length} trials by their parameters` }, lines,
     axes.map((each, i) => svg("g", {}, svg("line", { x1: x(i), x2: x(i), y1: y(0), y2: y(1) }), svg("text", { x: x(i), y: 14, "text-anchor": "middle", class: "head" }, each.name),
       each.ticks.map(([share, text]) => svg("text", { x: x(i) + 6, y: y(share) + 4 }, text)))));
   return h("div", { class: "scrolling", tabindex: 0 }, drawing);

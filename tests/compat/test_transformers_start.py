@@ -1,0 +1,73 @@
+"""What whet keeps of transformers' start: the same structure, from the cache or not, and never a stale one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from whet.compat import transformers_start
+
+MODULE = "transformers_start"
+
+_PROGRAM = """
+import json, sys
+import {first}
+import transformers, transformers.models
+from transformers.utils import import_utils
+
+def listed(module):
+    return sorted((name, module._class_to_module[name]) for name in module._class_to_module)
+
+from transformers import LlamaForCausalLM
+print(json.dumps([
+    listed(transformers), listed(transformers.models), import_utils.PACKAGE_DISTRIBUTION_MAPPING,
+    import_utils.define_import_structure.__module__, LlamaForCausalLM.__module__,
+], sort_keys=True))
+"""
+
+
+def structure(real_python: str, cache: Path, first: str) -> list[object]:
+    done = subprocess.run(
+        [real_python, "-c", _PROGRAM.format(first=first)], env={**os.environ, "WHET_CACHE": str(cache)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found: list[object] = json.loads(done.stdout)
+    return found
+
+
+def test_the_kept_structure_is_that_of_transformers(real_python: str, tmp_path: Path) -> None:
+    expected = structure(real_python, tmp_path, "json")
+    assert not (tmp_path / "imports").exists()
+    computed, kept = (structure(real_python, tmp_path, "whet.compat") for _ in range(2))
+    assert expected.pop(3) == "transformers.utils.import_utils"
+    assert (computed.pop(3), kept.pop(3)) == ("whet.compat.transformers_start",) * 2
+    assert expected == computed == kept
+    assert len(list((tmp_path / "imports").iterdir())) == 2
+
+
+def test_a_value_is_computed_again_where_its_files_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "models" / "llama" / "modeling_llama.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("__all__ = []")
+    calls = []
+
+    def value() -> object:
+        files = transformers_start._source_files(tmp_path / "models")
+        return transformers_start.cached("some", files, lambda: calls.append(1) or [len(calls)])
+
+    assert [value(), value()] == [[1], [1]]
+    source.write_text("__all__ = ['Llama']")
+    assert [value(), value()] == [[2], [2]]
+    (source.parent / "tokenization_llama.py").write_text("")
+    assert [value(), value()] == [[3], [3]]
+    (file,) = (tmp_path / "cache" / "imports").iterdir()
+    file.write_text(file.read_text().replace("3", "4"))  # a flipped bit
+    assert [value(), value()] == [[4], [4]]
+    file.unlink()
+    file.mkdir()  # cannot be read, nor replaced
+    assert [value(), value()] == [[5], [6]]
