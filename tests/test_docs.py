@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -20,6 +19,7 @@ import typer
 import typer.main
 import yaml
 
+from docs_commands import DOCS, PAGES, ROOT, lines_of, phrases_of
 from whet.cli.app import app
 from whet.cli.launch_verb import parse_verb
 from whet.config import Config, read_config
@@ -29,10 +29,6 @@ from whet.core.config import apply_overrides, list_settings, read_tree, validate
 from whet.core.errors import WhetError
 from whet.core.yaml import parse_yaml
 from whet.search.space import read_space
-
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def _generator():
@@ -88,14 +84,8 @@ def test_links_between_the_pages_lead_somewhere():
 
 def commands(page: Path) -> Iterator[tuple[str, bool]]:
     """Each `whet …` of a page, and whether it is a line of a code block, which a reader may copy."""
-    parts = re.split(r"^ *```\w*\n(.*?)^ *```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for number, part in enumerate(parts):
-        if number % 2:
-            lines = part.replace("\\\n", " ").splitlines()
-            found = (re.match(r"\s*(?:torchrun .* -m )?whet (?=[a-z-]+\b)(?!= )(.*)", line) for line in lines)
-            yield from ((match[1], True) for match in found if match)
-        else:
-            yield from ((text, False) for text in re.findall(r"`(?:torchrun [^`]* -m )?whet ([a-z-][^`]*)`", part))
+    yield from ((line.text, True) for line in lines_of(page))
+    yield from ((text, False) for text in phrases_of(page))
 
 
 @functools.cache
@@ -170,61 +160,6 @@ def test_the_verbs_of_the_pages_are_all_there() -> None:
     """Every verb of whet is a line of a code block somewhere."""
     shown = {text.split()[0] for page in PAGES for text, is_line in commands(page) if is_line}
     assert set(root_command().commands) - shown == set()
-
-
-def test_every_launch_runs_in_its_dry_form(whet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if on a machine with eight GPUs; names of other machines are this one's. tests/launch/test_seeds.py has those
-    of the seeds."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SKYPILOT_NUM_NODES", "2")
-    monkeypatch.setenv("rendezvous", "localhost:29400")
-    Path("my_trainer.py").touch()
-    Path("my.jsonl").write_text(
-        '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}'
-    )
-    recipe = readme_recipe().replace("conversations: 16", "conversations: 512")
-    Path("my.yaml").write_text(f"{recipe}launch: {{gpus: 8}}\n")
-    Path("every-weight.yaml").write_text(re.sub("^adapter:.*", "launch: {gpus: 8}", recipe, flags=re.MULTILINE))
-    ran = 0
-    for page in PAGES:
-        lines = [text for text, is_line in commands(page) if is_line and text.startswith("launch ")]
-        for text in lines if page.parent.name != "seeds" else []:
-            words = shlex.split(
-                os.path.expandvars(text.replace("node1:", "localhost:").partition(" > ")[0]), comments=True
-            )
-            if any(word.startswith("parallel.tensor=") for word in words):  # which excludes adapters
-                words[1] = "every-weight.yaml"
-            if any(word.startswith("launch.processes=") for word in words):
-                words.insert(2, "launch.gpus=null")
-            at = words.index("--") if "--" in words else len(words)
-            ended = whet(*words[:at], *(["--dry-run"] if "--dry-run" not in words else []), *words[at:])
-            assert ended.code == 0, f"{page.name}: whet {text}: {ended.err}"
-            assert ended.out, text
-            ran += 1
-    assert ran >= 25
-
-
-@pytest.mark.slow
-def test_the_quickstart_and_the_pages_about_masks_and_packing_run_as_they_stand(
-    whet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a tiny model and 60 conversations; `whet demo` has tests of its own."""
-    monkeypatch.chdir(tmp_path)
-    turns = [[{"role": "user", "content": f"What is {n} + 1?"}, {"role": "assistant", "content": f"It is {n + 1}."}]
-             for n in range(60)]  # fmt: skip
-    Path("my.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
-    ran = []
-    for page in ("index.md", "masks.md", "packing.md"):
-        for words in (shlex.split(text, comments=True) for text, is_line in commands(DOCS / page) if is_line):
-            if words[0] == "demo":
-                continue
-            words = [word.replace("builtin:smollm2", "builtin:tiny") for word in words]
-            more = {"train": ["train.epochs=1"], "chat": ["--prompt", "What is 3 + 1?", "--max-new-tokens", "4"]}
-            ended = whet(*words, *more.get(words[0], ()))
-            assert ended.code == 0, f"{page}: whet {words}: {ended.out}{ended.err}"
-            ran.append(words[0])
-    assert {"init", "inspect", "check", "train", "chat", "export"} < {*ran}
-    assert (tmp_path / "runs/my/exports/gguf/certificate.json").is_file()
 
 
 # Error messages

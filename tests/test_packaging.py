@@ -81,10 +81,17 @@ def test_nothing_in_the_package_is_read_from_the_repository() -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the tracked files and installed into a folder, without its dependencies."""
+    """The sdist, the wheel built from it, and that installed into a folder, without its dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [os.environ["WHET_TEST_PYTHON"], "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(folder), str(ROOT)], check=True)
+    builder = folder / "builder"
+    subprocess.run([*pip, "install", "--target", str(builder), "hatchling>=1.27"], check=True)
+    subprocess.run(
+        [os.environ["WHET_TEST_PYTHON"], "-m", "hatchling", "build", "-t", "sdist", "-d", str(folder)], cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(builder)}, check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    (source,) = folder.glob("*.tar.gz")
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(folder), str(source)], check=True)
     (wheel,) = folder.glob("*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", str(folder / "site"), str(wheel)], check=True)
     return folder
@@ -120,6 +127,8 @@ def test_the_wheel_works_outside_of_the_repository(installed: Path, real_python:
     assert "written to fragen.yaml" in run(whet, "init", "fragen.csv", "--model", "builtin:tiny")
     assert "next:" in run(whet, "train", "fragen.yaml", "train.steps=2", "eval.every=null")
     assert run(whet, "chat", "runs/fragen", "--prompt", "Wie viel ist 3?")
+    shipped = {file.name for file in (site / "whet/recipes").glob("*.yaml")}
+    assert shipped == {file.name for file in (ROOT / "recipes").glob("*.yaml")}  # demo.yaml is what `whet demo` runs
     assert "--fresh" in run(whet, "demo", "--help")
     assert "libraries" in run(whet, "doctor")
     with subprocess.Popen(

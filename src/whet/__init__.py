@@ -5,7 +5,7 @@ import logging
 import os
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Before anything imports torch, whose OpenMP reads it once. By default a thread that has nothing to do spins on its
 # core and keeps it from the thread that all wait for: on two cores that other programs use too, a step of SmolLM2 took

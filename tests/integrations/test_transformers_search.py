@@ -255,3 +255,12 @@ def test_a_search_over_a_trainer_is_stopped_and_resumed(tmp_path: Path, real_pyt
     assert found["trials"][0]["state"] == "complete"
     steps = [line["step"] for line in lines(Path(found["best"]["run"])) if "loss" in line]
     assert steps == list(range(1, 13))
+
+
+def test_a_trial_s_runs_in_wandb_have_its_name_and_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_NAME", "WANDB_RUN_GROUP"):
+        monkeypatch.delenv(name, raising=False)
+    told = SearchTrial("/somewhere/sft-rate/trial-003", 3, 1)
+    assert told.as_env().items() >= {"WANDB_NAME": "trial-003", "WANDB_RUN_GROUP": "sft-rate"}.items()
+    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
+    assert told.as_env()["WANDB_RUN_GROUP"] == "mine"

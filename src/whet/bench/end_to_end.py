@@ -67,7 +67,8 @@ def run_end_to_end(
     if others := [peer.name for peer in peers if peer.name != "trl"]:
         raise WhetError(f"--peers {others[0]}: whole runs are compared with trl only. Leave it out")
     config = read_config(recipe, overrides)
-    require_translatable(config)
+    if peers:
+        require_translatable(config)
     device = device if config.run.device == "auto" else config.run.device
     open_output_folder(out)
     result: dict[str, Any] = {

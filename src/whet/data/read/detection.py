@@ -157,8 +157,9 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
     if any(marks):
         raise WhetError(
             f"data.sources: {source.path}: the texts are chats with {next(filter(None, marks))}. To train on the "
-            "assistant's turns, write them as messages, or set format: marked and data.markers; to train on every "
-            "token, set format: text"
+            "assistant's turns, write them as messages, or set format: marked and data.markers, such as {user: {text: "
+            "'<<<|user|>>>', id: 7}, assistant: {text: '<<<|assistant|>>>', id: 8}} with the ids of your tokenizer; "
+            "to train on every token, set format: text"
         )
     return _make_detected(chosen, sample, source)
 
