@@ -90,7 +90,7 @@ def test_trl_gets_one_of_several_gpus(tmp_path: Path, monkeypatch: pytest.Monkey
         given.append(environment.get("CUDA_VISIBLE_DEVICES"))
         raise ContenderError("enough")
 
-    monkeypatch.setattr(end_to_end.child_process, "run_process", run_process)
+    monkeypatch.setattr(end_to_end.runner, "run_process", run_process)
     for visible, device in (("3,5", "cuda"), (None, "cuda"), (None, "cpu")):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
+import transformers
 
 from whet.compat import transformers_start
 
@@ -39,6 +41,25 @@ def structure(real_python: str, cache: Path, first: str) -> list[object]:
     return found
 
 
+def test_the_shared_structure_of_models_is_that_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path))
+    package = Path(transformers.__file__).parent
+    file = package / "utils" / "import_utils.py"
+    spec = importlib.util.spec_from_file_location("transformers.utils.unchanged_import_utils", file)
+    assert spec is not None
+    assert spec.loader is not None
+    unchanged = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(unchanged)
+    expected = unchanged.define_import_structure(package / "models", prefix="models")
+    for _ in ("computed", "kept"):
+        shared = transformers_start._sharing(unchanged.define_import_structure, package)
+        assert shared(package / "models" / "__init__.py", prefix="models") == expected
+    assert len(list((tmp_path / "imports").iterdir())) == 1
+
+
+@pytest.mark.slow
 def test_the_kept_structure_is_that_of_transformers(real_python: str, tmp_path: Path) -> None:
     expected = structure(real_python, tmp_path, "json")
     assert not (tmp_path / "imports").exists()

@@ -172,7 +172,7 @@ def test_a_fork_bomb_is_limited(launcher: Launcher) -> None:
 
 
 UNCOUNTED = """
-from whet.inference import sandbox
+from whet.inference.sandbox import sandbox
 sandbox._unused_uid = lambda: -1
 for launcher in ("bubblewrap", "namespaces"):
     try:
