@@ -29,8 +29,9 @@ from whet.exporting.trained_model import TrainedModel
 from whet.inference.inference_model import stop_token_ids
 from whet.inference.tasks.load_tasks import loaded_tasks
 from whet.inference.tasks.scoring import score_tasks
-from whet.model.load.placeholder import is_placeholder, load_placeholder_model, snapshot_folder
+from whet.model.load.placeholder import is_placeholder, load_placeholder_model
 from whet.model.load.tokenizer import load_generation_settings
+from whet.model.load.weight_files import snapshot_folder
 from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
 from whet.model.modules import is_multimodal
 from whet.model.weight_effect import EFFECT_FILE, describe_effect

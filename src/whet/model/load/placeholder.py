@@ -21,6 +21,7 @@ from whet.model.load.weight_files import (
     register_model_code,
     require_certified_files,
     require_files_inside,
+    snapshot_folder,
 )
 
 _UNSCALED_TYPES = ("F64", "F32", "F16", "BF16")
@@ -149,17 +150,3 @@ def build_meta_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
         raise load_error(config.path, "model", error) from None
     model.tie_weights()
     return train_pad_row_(model.eval())
-
-
-def snapshot_folder(config: ModelConfig) -> Path:
-    """The folder of a model, downloaded from the hub if it is not on this machine."""
-    place = Path(reach_model(config.path))
-    if place.is_dir():
-        return place
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        return Path(snapshot_download(str(place), revision=config.revision, allow_patterns=["*.json", "*.safetensors"]))
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        raise WhetError(f"model.path: {config.path}: downloading from the hub failed: {error}") from None

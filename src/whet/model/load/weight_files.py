@@ -68,6 +68,20 @@ def reach_model(path: str) -> str:
     return place
 
 
+def snapshot_folder(config: ModelConfig) -> Path:
+    """The folder of a model, downloaded from the hub if it is not on this machine."""
+    place = Path(reach_model(config.path))
+    if place.is_dir():
+        return place
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(str(place), revision=config.revision, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise WhetError(f"model.path: {config.path}: downloading from the hub failed: {error}") from None
+
+
 def require_no_typo(reference: str) -> None:
     """A WhetError for a mistyped path, which must not become a hub id: one whose parent folder exists is a path."""
     path = user_path(reference)
