@@ -25,16 +25,12 @@ from torch import Tensor, nn
 from whet.checkpoint import directory
 from whet.core import launch_env
 from whet.core.checksums import write_hashed_json
-from whet.core.console import silence_libraries
-from whet.core.distributed import init_distributed
 from whet.core.errors import WhetError
 from whet.core.run_folder import CHECK_FILE
 from whet.data.loader import Loader
 from whet.preflight.data_checks import Finding
-from whet.run.lifecycle import advise_on_out_of_memory
-from whet.run.models.model_builder import set_deterministic
 from whet.run.resume import read_run_config
-from whet.run.step_losses import Replay, for_one_process, read_plan_json, require_free_memory, step_lines
+from whet.run.step_losses import Replay, for_one_process, open_replay, read_plan_json, step_lines
 from whet.training.step import train_step
 
 if TYPE_CHECKING:
@@ -60,16 +56,10 @@ def check_run_folder(run: Path, overrides: Sequence[str], report: Callable[[Find
     config = for_one_process(read_run_config(run, overrides))
     lines, findings = step_lines(run), list[Finding]()
     starts = possible_starts(run, config.train.first_step, lines)
-    silence_libraries()
-    set_deterministic(config)
-    ranks = init_distributed(kind=config.run.device)
-    require_free_memory(run, lines, ranks.device)
-    with advise_on_out_of_memory():
-        replay = Replay(config, ranks)
-        with contextlib.closing(replay.loader):
-            for finding in _findings(run, replay, starts, lines):
-                report(finding)
-                findings.append(finding)
+    with open_replay(run, config, lines) as replay:
+        for finding in _findings(run, replay, starts, lines):
+            report(finding)
+            findings.append(finding)
     checks = [finding.as_dict() for finding in findings]
     write_hashed_json(run / CHECK_FILE, {"precision": replay.precision.name, "checks": checks})
     return findings

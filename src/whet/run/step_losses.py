@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -112,6 +112,24 @@ def step_conversations(run: Path, step: int, max_replay_s: float = MAX_REPLAY_S)
     config = for_one_process(read_run_config(run))
     lines = step_lines(run)
     start = choose_start(run, step, config.train.first_step, lines, max_replay_s)  # before anything is loaded
+    with open_replay(run, config, lines) as replay:
+        damaged: list[int] = []
+        while not replay.restore(start.weights, with_optimizer=start.replayed > 0):
+            damaged.append(start.weights)
+            start = choose_start(run, step, config.train.first_step, lines, max_replay_s, damaged)
+        weights = start.weights + start.replayed
+        if start.replayed:
+            replay.train(start.weights, start.replayed, lines)
+        losses = replay.token_losses(step, exact=weights == step - 1)
+    return StepConversations(
+        str(run), step, weights, weights == step - 1, start.replayed, start.replay_s,
+        _describe(run, replay.store, step, replay.loader.documents(step - 1), losses),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def open_replay(run: Path, config: Config, lines: dict[int, dict[str, Any]]) -> Iterator[Replay]:
+    """Model, data and optimizer of a run on this machine's device, to compute its steps again."""
     silence_libraries()
     set_deterministic(config)
     ranks = init_distributed(kind=config.run.device)
@@ -119,18 +137,7 @@ def step_conversations(run: Path, step: int, max_replay_s: float = MAX_REPLAY_S)
     with advise_on_out_of_memory():
         replay = Replay(config, ranks)
         with contextlib.closing(replay.loader):
-            damaged: list[int] = []
-            while not replay.restore(start.weights, with_optimizer=start.replayed > 0):
-                damaged.append(start.weights)
-                start = choose_start(run, step, config.train.first_step, lines, max_replay_s, damaged)
-            weights = start.weights + start.replayed
-            if start.replayed:
-                replay.train(start.weights, start.replayed, lines)
-            losses = replay.token_losses(step, exact=weights == step - 1)
-    return StepConversations(
-        str(run), step, weights, weights == step - 1, start.replayed, start.replay_s,
-        _describe(run, replay.store, step, replay.loader.documents(step - 1), losses),
-    )  # fmt: skip
+            yield replay
 
 
 @dataclass(frozen=True, slots=True)
