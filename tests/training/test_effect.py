@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from whet.model.config import AdapterConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
-from whet.model.weight_effect import effect_summary, effect_warnings
+from whet.model.weight_effect import effect_summary, effect_warnings, relative_change
 from whet.training.config import OptimizerConfig
 from whet.training.effect_meter import EffectMeter, sketch
 from whet.training.optimizers.factory import build_optimizer
@@ -140,3 +141,11 @@ def test_a_run_writes_its_effect(tiny_run: Path) -> None:
         assert exact[each["module"]]["change"] == pytest.approx(((new - old).norm() / old.norm()).item(), rel=1e-6)
         assert each["change"] == pytest.approx(exact[each["module"]]["change"], rel=0.2)
         assert exact[each["module"]]["gradient"] is True
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_weight_with_numbers_that_are_not_finite_has_no_relative_change(number: float) -> None:
+    """JSON has none of them: effect.json could not be written, and the run failed at its end."""
+    assert relative_change(number, 1.0) is None
+    assert relative_change(1.0, number) is None
+    assert relative_change(4.0, 16.0) == 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -49,8 +50,10 @@ class WeightEffect:
 
 
 def relative_change(update_squares: float, base_squares: float) -> float | None:
-    """‖ΔW‖ ÷ ‖W‖ from sums of squares; None if W was zero."""
-    return (update_squares / base_squares) ** 0.5 if base_squares else None
+    """‖ΔW‖ ÷ ‖W‖ from sums of squares; None if W was zero, or either has elements that are not finite."""
+    if not base_squares or not math.isfinite(update_squares) or not math.isfinite(base_squares):
+        return None
+    return (update_squares / base_squares) ** 0.5
 
 
 def effect_summary(effects: Sequence[WeightEffect]) -> dict[str, Any]:
