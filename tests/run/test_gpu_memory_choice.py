@@ -134,6 +134,9 @@ def test_a_row_that_does_not_fit_is_recomputed(tmp_path: Path, limit: Any, monke
     monkeypatch.setattr("whet.run.memory_choice.cache_dir", lambda: tmp_path / "cache")
     train_larger(tmp_path / "roomy")
     limit(3.2)
+    torch.cuda.reset_peak_memory_stats()
     plan = train_larger(tmp_path / "tight")
-    assert (plan["micro_rows"], plan["recompute"]) == (1, "full")
+    assert plan["recompute"] == "full"
+    assert not (tmp_path / "tight" / "events.jsonl").read_text()
+    assert torch.cuda.max_memory_allocated() < 3.2 * GIB
     np.testing.assert_allclose(steps(tmp_path / "tight"), steps(tmp_path / "roomy"), rtol=2e-2)

@@ -217,7 +217,7 @@ def run_steps(store: Store, layout: Layout, **changed: Any) -> Trace:
         apply_fsdp(root, mesh, torch.float64, on_host=layout.offload == "weights")
     optimizer = build_optimizer(root, OPTIMIZER.model_copy(update=layout.optimizer_settings()), 0)
     loader = Loader(
-        store, plan, layout.micro_rows, ranks.data_rank, ranks.data_size, ROW if layout.padded else None,
+        store, plan, layout.micro_rows, ranks.data_rank, ranks.data_size, layout.padded,
         part=(ranks.context_rank, ranks.context_size),
     )  # fmt: skip
     if layout.adapter == "fused":

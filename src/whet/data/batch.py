@@ -98,14 +98,33 @@ class BatchShape:
     documents: int
 
 
-def shape_buckets(largest: BatchShape, count: int) -> list[BatchShape]:
-    """At most `count` shapes, smallest first: the largest, a half of it, a quarter and so on. Layers are compiled for
-    each."""
-    parts = {
-        min(largest.tokens, -(-largest.tokens // 2**power // SIZE_MULTIPLE) * SIZE_MULTIPLE)
-        for power in range(1, count)
-    }
-    return [BatchShape(tokens, largest.documents) for tokens in sorted({*parts, largest.tokens})]
+_SHAPE_SAVING = 0.05
+"""A further shape must save so much of the padded tokens: layers are compiled for each."""
+_SIZE_STEPS = 16
+"""Sizes between two powers of two. With more of them, another seed would often mean another size, and every layer
+would be compiled again."""
+
+
+def choose_shapes(tokens: NDArray[np.integer], documents: int, count: int) -> list[BatchShape]:
+    """At most `count` shapes, smallest first, that pad batches of these many tokens least. `documents`: the most in a
+    batch."""
+    if not len(tokens):
+        return []
+    tokens = np.maximum(tokens, 1).astype(np.int64)
+    multiple = np.maximum(SIZE_MULTIPLE, 2 ** np.floor(np.log2(tokens)).astype(np.int64) // _SIZE_STEPS)
+    sizes, batches = np.unique(-(-tokens // multiple) * multiple, return_counts=True)
+    before = cumulative_offsets(batches)  # before[i]: batches smaller than sizes[i]
+    # padded[i, j]: the tokens of all batches from sizes[i] to sizes[j], padded to the latter
+    padded = np.where(np.tri(len(sizes), dtype=bool).T, sizes * (before[1:] - before[:-1, None]), np.inf)
+    least, chosen = padded[0], [[j] for j in range(len(sizes))]  # for batches up to each size, with one shape
+    for _ in range(1, min(count, len(sizes))):
+        split = np.concatenate([[np.inf], least[:-1]])[:, None] + padded  # split[i, j]: sizes[j] is for those from i on
+        first = split.argmin(axis=0)
+        if split[first[-1], -1] > (1 - _SHAPE_SAVING) * least[-1]:
+            break
+        least = split[first, np.arange(len(sizes))]
+        chosen = [[*(chosen[i - 1] if i else []), j] for j, i in enumerate(first)]
+    return [BatchShape(int(sizes[j]), documents) for j in chosen[-1]]
 
 
 def smallest_shape(shapes: Sequence[BatchShape], tokens: int) -> BatchShape | None:
@@ -120,15 +139,16 @@ def pack_batch(
     """Concatenate documents and pad to `shape` and to a multiple of `slices`. Without documents, all is padding.
     `places`: of each document in its step; default: in this batch.
 
-    Padding is cut into documents of at most `max_seqlen` tokens: attention is quadratic in the length of a document, so
-    one long document of padding could cost more than all the others.
+    Padding is cut into short documents: attention is quadratic in the length of a document, so one long document of
+    padding could cost more than all the others.
     """
     offsets = cumulative_offsets(store.lengths[documents].astype(np.int64))
     filled = int(offsets[-1])
     total = -(-(shape.tokens if shape else max(1, filled)) // slices) * slices
     max_seqlen = max(1, max_seqlen)
+    piece = min(max_seqlen, max(SIZE_MULTIPLE, max_seqlen // 8))
     if total > filled:
-        offsets = np.concatenate([offsets, np.arange(filled + max_seqlen, total, max_seqlen), [total]])
+        offsets = np.concatenate([offsets, np.arange(filled + piece, total, piece), [total]])
     tokens, loss = np.zeros(total, dtype=np.int64), np.zeros(total, dtype=np.uint8)
     store.gather(documents, tokens[:filled], loss[:filled])
     loss[offsets[:-1]] = 0  # the first token has no context to be predicted from
@@ -138,7 +158,7 @@ def pack_batch(
     labels[targets - 1] = tokens[targets]
     positions = np.arange(total) - np.repeat(offsets[:-1], np.diff(offsets))
     if shape:  # empty documents at the end keep the length of cu_seqlens constant
-        most = shape.documents + -(-total // max_seqlen)
+        most = shape.documents + -(-total // piece)
         offsets = np.concatenate([offsets, np.full(most + 1 - len(offsets), total)])
     return PackedBatch(
         tokens=torch.from_numpy(tokens),

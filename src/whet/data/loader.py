@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 import torch
 
-from whet.data.batch import IGNORE_INDEX, BatchShape, PackedBatch, pack_batch, shape_buckets, smallest_shape
+from whet.data.batch import IGNORE_INDEX, BatchShape, PackedBatch, choose_shapes, pack_batch, smallest_shape
 from whet.data.plan.planner import Plan, document_cost
 from whet.data.prepare.store import Store
 
@@ -60,6 +60,7 @@ class Prefetcher(Generic[K, T]):
 
 
 _PREFETCH_DEPTH = 4  # micro-batches, across steps
+_MAX_SHAPES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +83,14 @@ class Loader:
     """
 
     def __init__(
-        self, store: Store, plan: Plan, micro_rows: int, rank: int, world: int, padded_to: int | None = None,
-        lengths: int = 1, device: torch.device | None = None, part: tuple[int, int] = (0, 1),
+        self, store: Store, plan: Plan, micro_rows: int, rank: int, world: int, pads: bool = False,
+        device: torch.device | None = None, part: tuple[int, int] = (0, 1),
     ) -> None:  # fmt: skip
-        """`padded_to`: row length to pad to where code is compiled; None: no padding. `lengths`: how many different
-        lengths micro-batches may be padded to; full rows need one. `device`: batches are pinned for it if it is a GPU.
-        `part`: (index, number) of the slices of a batch in context parallelism."""
+        """`pads`: micro-batches are padded to a few sizes, because code is compiled for each. `device`: batches are
+        pinned for it if it is a GPU. `part`: (index, number) of the slices of a batch in context parallelism."""
         self._store, self._plan, self._micro_rows = store, plan, micro_rows
         self._rank, self._world = rank, world
-        self._padded_to, self._lengths = padded_to, lengths
+        self._pads = pads
         self._slice, self._slices = part
         self._device = device if device is not None and device.type == "cuda" else None
         self._batches = Prefetcher(self._make_batch, self._next_key, _PREFETCH_DEPTH)
@@ -137,21 +137,41 @@ class Loader:
     @functools.cached_property
     def shapes(self) -> list[BatchShape]:
         """The shapes that batches are padded to; none without padding."""
-        if not self._padded_to:
+        if not self._pads:
             return []
-        rows = self._micro_rows
-        return shape_buckets(BatchShape(self._padded_to * rows, self._plan.stats.fullest * rows), self._lengths)
+        starts = self._plan.rows[:-1]
+        lengths = self._store.lengths[self._plan.documents].astype(np.int64)
+        tokens = self._sum_by_micro_batch(np.add.reduceat(lengths, starts) if len(starts) else starts)
+        documents = self._sum_by_micro_batch(np.diff(self._plan.rows))
+        return choose_shapes(tokens, int(documents.max(initial=0)), _MAX_SHAPES)
+
+    def _sum_by_micro_batch(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
+        """The sum of a value of each row over the rows of every micro-batch of the plan, on all ranks."""
+        counts, world = np.diff(self._plan.steps).astype(np.int64), self._world
+        step = np.repeat(np.arange(len(counts)), counts)
+        row = np.arange(len(step)) - np.repeat(np.cumsum(counts) - counts, counts)
+        turn, place = np.divmod(row, world)
+        rank = np.where(turn % 2, world - 1 - place, place)  # as in _row_indices
+        most = -(-int(counts.max(initial=0)) // (world * self._micro_rows))
+        sums = np.bincount((step * most + turn // self._micro_rows) * world + rank, values)
+        return sums[sums > 0].astype(np.int64)
 
     def worst_batch(self) -> PackedBatch:
         """A micro-batch that needs at least as much memory as any of the plan: its longest rows, of equally long ones
-        those with the longest documents, and as many supervised positions as the rows have that have most."""
+        those with the longest documents, as far as they fit into the largest shape, and as many supervised positions
+        as the rows have that have most."""
         plan, rows = self._plan, self._micro_rows
         starts, lengths = plan.rows[:-1], self._store.lengths[plan.documents]
         tokens = np.add.reduceat(lengths.astype(np.int64), starts)
         costs = np.add.reduceat(document_cost(lengths), starts)
         supervised = np.add.reduceat(self._store.targets[plan.documents].astype(np.int64), starts)
         longest = np.lexsort((-costs, -tokens))[:rows]
-        batch = self._pack(np.concatenate([plan.documents[plan.rows[row] : plan.rows[row + 1]] for row in longest]))
+        documents = np.concatenate([plan.documents[plan.rows[row] : plan.rows[row + 1]] for row in longest])
+        if self.shapes:
+            ends = np.cumsum(self._store.lengths[documents], dtype=np.int64)
+            documents = documents[: np.searchsorted(ends, self.shapes[-1].tokens, side="right")]
+            documents = documents[: self.shapes[-1].documents]
+        batch = self._pack(documents, shape=self.shapes[-1] if self.shapes else None)
         most = min(int(np.sort(supervised)[-rows:].sum()), len(batch.tokens))
         labels = torch.full_like(batch.labels, IGNORE_INDEX)
         labels[:most] = batch.tokens[:most]
@@ -160,7 +180,7 @@ class Loader:
     def with_micro_rows(self, micro_rows: int) -> Loader:
         """The same steps in micro-batches of another size; every rank keeps its rows."""
         return Loader(
-            self._store, self._plan, micro_rows, self._rank, self._world, self._padded_to, self._lengths, self._device,
+            self._store, self._plan, micro_rows, self._rank, self._world, self._pads, self._device,
             (self._slice, self._slices),
         )  # fmt: skip
 
@@ -203,9 +223,10 @@ class Loader:
         batch = self._pack(documents, np.concatenate(places))
         return int(rows[0]), batch if self._device is None else batch.pin_memory(self._device)
 
-    def _pack(self, documents: NDArray[np.integer], places: NDArray[np.integer] | None = None) -> PackedBatch:
-        tokens = int(self._store.lengths[documents].sum(dtype=np.int64))
-        shape = smallest_shape(self.shapes, tokens)
+    def _pack(
+        self, documents: NDArray[np.integer], places: NDArray[np.integer] | None = None, shape: BatchShape | None = None
+    ) -> PackedBatch:
+        shape = shape or smallest_shape(self.shapes, int(self._store.lengths[documents].sum(dtype=np.int64)))
         batch = pack_batch(self._store, documents, self._plan.stats.longest, shape, self._slices, places)
         return batch if self._slices == 1 else batch.slice(self._slice, self._slices)
 

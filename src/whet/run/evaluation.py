@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from whet.config import Config
-from whet.core.console import progress, warn
+from whet.core.console import ProgressBar, progress, warn
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError, first_line
 from whet.core.heartbeat import PHASE
@@ -89,7 +90,7 @@ def evaluate_validation(
     )  # fmt: skip
     if root.unpacked:
         plan = plan.unpacked(data.validation.lengths)
-    with contextlib.closing(make_loader(config, data.validation, plan, ranks, root)) as loader:
+    with contextlib.closing(make_loader(config, data.validation, plan, ranks, root, with_gradients=False)) as loader:
         result = validation_loss(root, loader, ranks, autocast, _validation_metadata(data, root))
     if len(plan.documents) < len(data.validation_documents):
         result.metrics["val_part"] = len(plan.documents) / len(data.validation_documents)
@@ -282,15 +283,15 @@ class ValidationSums:
         """Columns NATS, CORRECT, COUNT over all supervised tokens; TEXT_NATS, TEXT_BYTES over those that have bytes."""
 
     def add(self, batch: PackedBatch, result: LossSum) -> None:
-        """Add the losses of a batch; `batch` is in host memory."""
+        """Add the losses of a batch; both are in host memory."""
         at = batch.supervised_at.numpy()
         segment = np.searchsorted(np.array(batch.cu_seqlens_host), batch.slice_start + at, side="right") - 1
         row = np.searchsorted(self._documents, batch.documents[segment])
-        nats = result.nll.double().cpu().numpy()
+        nats = result.nll.double().numpy()
         bytes_ = np.zeros(len(at))
         if self._metadata.token_bytes is not None:
             bytes_ = self._metadata.token_bytes[batch.labels.numpy()[at]].astype(np.float64)
-        columns = [nats, result.hits.cpu().numpy(), np.ones(len(at)), nats * (bytes_ > 0), bytes_]
+        columns = [nats, result.hits.numpy(), np.ones(len(at)), nats * (bytes_ > 0), bytes_]
         np.add.at(self._sums, row, np.stack(columns, axis=1))
 
     def results(self, ranks: Ranks) -> dict[str, float]:
@@ -368,14 +369,39 @@ def _sum_losses(
     sums = ValidationSums(loader.documents(0), metadata)
     try:
         with progress("validating", loader.micro_batch_count(0)) as bar:
+            launched: deque[tuple[PackedBatch, _HostLosses]] = deque()
             for _, batch in loader.micro_batches(0):
                 PHASE.enter("validating")
                 with autocast:
-                    result = model(batch.to(ranks.device))
-                sums.add(batch, result)
-                bar.advance()
+                    launched.append((batch, _HostLosses(model(batch.to(ranks.device)))))
+                if len(launched) > 1:  # the device computes the next batch while the host adds
+                    _add_oldest(sums, launched, bar)
+            while launched:
+                _add_oldest(sums, launched, bar)
     except torch.OutOfMemoryError:
         if loader.micro_rows == 1 or has_collectives_in_passes(model, ranks):
             raise
         return None
     return sums
+
+
+def _add_oldest(sums: ValidationSums, launched: deque[tuple[PackedBatch, _HostLosses]], bar: ProgressBar) -> None:
+    batch, losses = launched.popleft()
+    sums.add(batch, losses.wait())
+    bar.advance()
+
+
+class _HostLosses:
+    """The losses of a batch on their way to the host. Waiting for them does not wait for kernels launched later."""
+
+    def __init__(self, result: LossSum) -> None:
+        nll, hits = (values.to("cpu", non_blocking=True) for values in (result.nll, result.hits))
+        self._result = replace(result, nll=nll, hits=hits)
+        self._copied = torch.cuda.Event() if result.nll.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> LossSum:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._result

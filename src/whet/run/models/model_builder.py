@@ -45,26 +45,31 @@ from whet.parallel.mesh import Mesh
 from whet.parallel.tensor_parallel import read_tensor_parallel_plan, verify_tensor_parallel
 from whet.training.precision import PrecisionPolicy, resolve_precision
 
-_PADDED_LENGTHS = 4
+_FORWARD_ROWS = 4
+"""Times as many rows in a micro-batch without gradients: a training step holds the activations of all layers, or with
+recomputation those of one layer and the inputs of all."""
 
 
 class VocabularyError(WhetError):
     """The tokenizer has more tokens than the model."""
 
 
-def make_loader(config: Config, store: Store, plan: Plan, ranks: Ranks, root: LossModel) -> Loader:
-    """This rank's loader of a plan. Rows are padded to a constant length where kernels are compiled for it: one length
-    for packed rows, which are full, and a few for single conversations.
+def make_loader(
+    config: Config, store: Store, plan: Plan, ranks: Ranks, root: LossModel, with_gradients: bool = True
+) -> Loader:
+    """This rank's loader of a plan. Micro-batches are padded where kernels are compiled for their sizes. Without
+    gradients, nothing is kept for a backward pass, so those of a GPU are larger.
     """
-    padded = config.row_length if ranks.device.type == "cuda" or config.model.compile is True else None
-    lengths = _PADDED_LENGTHS if root.unpacked or config.data.packing == "none" else 1
+    on_gpu = ranks.device.type == "cuda"
     micro_rows = config.train.least_micro_rows
     if root.unpacked and not root.pads:
         micro_rows = 1
     elif root.unpacked and config.train.micro_rows == "auto" and len(plan.documents):  # as many as fill a packed row
         micro_rows = max(1, int(config.row_length // store.lengths[plan.documents].mean()))
+    elif on_gpu and not with_gradients:
+        micro_rows *= _FORWARD_ROWS
     return Loader(
-        store, plan, micro_rows, ranks.data_rank, ranks.data_size, padded, lengths, ranks.device,
+        store, plan, micro_rows, ranks.data_rank, ranks.data_size, on_gpu or config.model.compile is True, ranks.device,
         (ranks.context_rank, ranks.context_size),
     )  # fmt: skip
 
