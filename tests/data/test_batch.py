@@ -150,6 +150,13 @@ def test_the_sizes_that_batches_are_padded_to(tokens: list[int], count: int, siz
     assert choose_shapes(np.array(tokens, dtype=np.int32), 9, count) == [BatchShape(size, 9) for size in sizes]
 
 
+def test_a_further_size_saves_more_than_its_compilation_takes() -> None:
+    tokens = np.array([1000] * 99 + [4096])
+    saved = 99 * (4096 - 1024)
+    assert [shape.tokens for shape in choose_shapes(tokens, 9, 4, saved)] == [1024, 4096]
+    assert [shape.tokens for shape in choose_shapes(tokens, 9, 4, saved + 1)] == [4096]
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=12), st.integers(1, 4))
 def test_no_other_sizes_pad_less(tokens: list[int], count: int) -> None:

@@ -99,15 +99,15 @@ class BatchShape:
 
 
 _SHAPE_SAVING = 0.05
-"""A further shape must save so much of the padded tokens: layers are compiled for each."""
+"""A further shape must save so much of the padded tokens."""
 _SIZE_STEPS = 16
 """Sizes between two powers of two. With more of them, another seed would often mean another size, and every layer
 would be compiled again."""
 
 
-def choose_shapes(tokens: NDArray[np.integer], documents: int, count: int) -> list[BatchShape]:
-    """At most `count` shapes, smallest first, that pad batches of these many tokens least. `documents`: the most in a
-    batch."""
+def choose_shapes(tokens: NDArray[np.integer], documents: int, count: int, compile_tokens: int = 0) -> list[BatchShape]:
+    """At most `count` shapes, smallest first, that pad batches of these many tokens least. Layers are compiled for each
+    shape, which must save more tokens than `compile_tokens`. `documents`: the most in a batch."""
     if not len(tokens):
         return []
     tokens = np.maximum(tokens, 1).astype(np.int64)
@@ -120,7 +120,7 @@ def choose_shapes(tokens: NDArray[np.integer], documents: int, count: int) -> li
     for _ in range(1, min(count, len(sizes))):
         split = np.concatenate([[np.inf], least[:-1]])[:, None] + padded  # split[i, j]: sizes[j] is for those from i on
         first = split.argmin(axis=0)
-        if split[first[-1], -1] > (1 - _SHAPE_SAVING) * least[-1]:
+        if least[-1] - split[first[-1], -1] < max(compile_tokens, _SHAPE_SAVING * least[-1]):
             break
         least = split[first, np.arange(len(sizes))]
         chosen = [[*(chosen[i - 1] if i else []), j] for j, i in enumerate(first)]

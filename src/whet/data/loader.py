@@ -61,6 +61,9 @@ class Prefetcher(Generic[K, T]):
 
 _PREFETCH_DEPTH = 4  # micro-batches, across steps
 _MAX_SHAPES = 4
+_COMPILE_TOKENS = 2**18
+"""What a device computes in about the time that a compilation takes: a 135M model on an H200 in 1.3 s, an 8B model in
+14 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ class Loader:
         lengths = self._store.lengths[self._plan.documents].astype(np.int64)
         tokens = self._sum_by_micro_batch(np.add.reduceat(lengths, starts) if len(starts) else starts)
         documents = self._sum_by_micro_batch(np.diff(self._plan.rows))
-        return choose_shapes(tokens, int(documents.max(initial=0)), _MAX_SHAPES)
+        return choose_shapes(tokens, int(documents.max(initial=0)), _MAX_SHAPES, _COMPILE_TOKENS)
 
     def _sum_by_micro_batch(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
         """The sum of a value of each row over the rows of every micro-batch of the plan, on all ranks."""
