@@ -158,6 +158,14 @@ def recipe() -> str:
     return RECIPE
 
 
+@pytest.fixture
+def default_hangup() -> Iterator[None]:
+    """SIGHUP is not ignored, also where `nohup` started pytest: whet leaves ignored signals ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(scope="session")
 def pieces(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Trains a small SentencePiece model, once for the same options: pieces("bpe", byte_fallback=True, …).

@@ -24,6 +24,7 @@ def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
+@pytest.mark.usefixtures("default_hangup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_stop_signals_raise_like_ctrl_c_and_only_once(number: signal.Signals) -> None:
     before = signal.getsignal(number)
@@ -34,6 +35,7 @@ def test_stop_signals_raise_like_ctrl_c_and_only_once(number: signal.Signals) ->
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.usefixtures("default_hangup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
 def test_signals_are_collected_and_a_second_ctrl_c_interrupts(number: signal.Signals) -> None:
     signals: list[int] = []

@@ -152,6 +152,7 @@ def test_a_resumed_run_that_is_stopped_while_it_loads_keeps_its_steps(whet: Any,
     assert whet(*options, "--resume").code == 0
 
 
+@pytest.mark.usefixtures("default_hangup")
 def test_a_terminal_that_is_closed_stops_the_run_in_good_order(
     recipe: str, tmp_path: Path, wait_for_lines: Any
 ) -> None:
