@@ -40,7 +40,7 @@ from whet.model.packing_check import choose_packing
 from whet.model.quantize import quantize_
 from whet.model.randomness import is_stochastic, require_no_layer_drop
 from whet.parallel.expert_parallel import require_divisible_experts
-from whet.parallel.fsdp import apply_fsdp, reshard
+from whet.parallel.fsdp import apply_fsdp, has_collectives_in_passes, reshard
 from whet.parallel.mesh import Mesh
 from whet.parallel.tensor_parallel import read_tensor_parallel_plan, verify_tensor_parallel
 from whet.training.precision import PrecisionPolicy, resolve_precision
@@ -58,7 +58,8 @@ def make_loader(
     config: Config, store: Store, plan: Plan, ranks: Ranks, root: LossModel, with_gradients: bool = True
 ) -> Loader:
     """This rank's loader of a plan. Micro-batches are padded where kernels are compiled for their sizes. Without
-    gradients, nothing is kept for a backward pass, so those of a GPU are larger.
+    gradients, nothing is kept for a backward pass, so those of a GPU are larger, where running out of memory can be
+    survived.
     """
     on_gpu = ranks.device.type == "cuda"
     micro_rows = config.train.least_micro_rows
@@ -66,7 +67,7 @@ def make_loader(
         micro_rows = 1
     elif root.unpacked and config.train.micro_rows == "auto" and len(plan.documents):  # as many as fill a packed row
         micro_rows = max(1, int(config.row_length // store.lengths[plan.documents].mean()))
-    elif on_gpu and not with_gradients:
+    elif on_gpu and not with_gradients and not has_collectives_in_passes(root, ranks):
         micro_rows *= _FORWARD_ROWS
     return Loader(
         store, plan, micro_rows, ranks.data_rank, ranks.data_size, on_gpu or config.model.compile is True, ranks.device,
