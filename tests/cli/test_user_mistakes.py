@@ -84,3 +84,10 @@ def test_counts_into_a_missing_folder_are_refused(whet: Any, recipe: str, tmp_pa
     ended = whet("inspect", recipe, "--count", tmp_path / "no" / "x.csv", "--json")
     assert ended.code == 1
     assert str(tmp_path / "no") in json.loads(ended.out)["error"]
+
+
+def test_a_misspelt_file_is_recognised(whet: Any, tmp_path: Path) -> None:
+    (tmp_path / "Kundenfragen.csv").write_text("Frage,Antwort\n")
+    ended = whet("init", tmp_path / "Kundenfrage.csv", "--model", "builtin:tiny")
+    assert ended.code == 1
+    assert f"Did you mean {tmp_path / 'Kundenfragen.csv'}?" in ended.err

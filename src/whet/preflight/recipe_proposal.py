@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -198,14 +199,18 @@ def _bad_record_settings(data: DataSummary) -> list[ProposedSetting]:
 
 
 def _validation_settings(data: DataSummary) -> list[ProposedSetting]:
-    total = data.conversations
-    if total < 20:
+    total, fraction = data.conversations, _held_out_fraction(data)
+    if not fraction:
         return []
-    fraction = 0.1 if total < 1000 else 0.05 if total < 20_000 else round(1000 / total, 4)
     reason = (
         f"about {max(1, round(total * fraction)):,} of {total:,} are held out, to see whether it learns or memorizes"
     )
     return [ProposedSetting("data.validation", {"fraction": fraction}, reason)]
+
+
+def _held_out_fraction(data: DataSummary) -> float:
+    total = data.conversations
+    return 0.0 if total < 20 else 0.1 if total < 1000 else 0.05 if total < 20_000 else round(1000 / total, 4)
 
 
 def _length_settings(data: DataSummary) -> list[ProposedSetting]:
@@ -243,7 +248,7 @@ def _training_settings(data: DataSummary, known: KnownModel | None, is_adapter: 
     epochs = 4 if total < 500 else 3 if total < 5000 else 2 if total < 50_000 else 1
     batch = 8 if total < 300 else 16 if total < 20_000 else 64
     rate = (known.lora_lr if known else 2e-4) if is_adapter else (known.full_lr if known else 2e-5)
-    steps = max(1, -(-total // batch) * epochs)
+    steps = max(1, math.ceil(total * (1 - _held_out_fraction(data)) * epochs / batch))
     usual = "LoRA" if is_adapter else "all weights"
     found = [
         ProposedSetting(

@@ -99,8 +99,8 @@ class ExcelFile(Container):
                     chosen = next((sheet for sheet in tables if _rank_table(sheet) == best), None)
                     if chosen is None:
                         raise WhetError(
-                            f"data.sources: {self.name}: sheet {visible[0].title!r} has no rows under the names of "
-                            "columns. Write them into its first row, such as prompt and completion"
+                            f"data.sources: {self.name}: sheet {visible[0].title!r} has fewer than two rows. The first "
+                            "has the names of the columns, such as prompt and completion; each row below is a record"
                         )
                     yield chosen, [sheet.title for sheet in visible if sheet is not chosen]
         except (WhetError, OSError):

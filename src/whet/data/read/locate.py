@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import codecs
+import contextlib
+import difflib
 import glob
 import json
 import os
@@ -94,10 +96,14 @@ def _locate_files(source: Source) -> list[tuple[str, Path]]:
 
 def _no_such_file(name: str, is_glob: bool) -> WhetError:
     what = "no file matches" if is_glob else "no such file"
-    return WhetError(
-        f"data.sources: {name}: {what} (looked in {Path.cwd()}). "
-        "Give the path of a data file, or a built-in dataset such as builtin:orders"
-    )
+    similar: list[str] = []
+    with contextlib.suppress(OSError):
+        files = sorted(file.name for file in Path(name).parent.iterdir())
+        similar = difflib.get_close_matches(Path(name).name, files, n=1, cutoff=0.7)
+    remedy = "Give the path of a data file, or a built-in dataset such as builtin:orders"
+    if similar:
+        remedy = f"Did you mean {Path(name).with_name(similar[0])}?"
+    return WhetError(f"data.sources: {name}: {what} (looked in {Path.cwd()}). {remedy}")
 
 
 def _files_in_folder(folder: Path, source: Source, name: str) -> list[tuple[str, Path]]:
