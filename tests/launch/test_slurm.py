@@ -126,6 +126,22 @@ def test_a_variable_that_is_not_set_is_named_before_the_queue(whet: Any, recipe:
     assert not (tmp_path / "run").exists()
 
 
+def test_another_run_is_refused_before_the_queue(whet: Any, recipe: str, tmp_path: Path) -> None:
+    options = [recipe, f"run.dir={tmp_path / 'run'}", "export.at_end=none"]
+    assert whet("train", *options, "train.steps=4", "--until", 1).code == 0
+    ended = whet("launch", *options, "train.steps=5", "--on", "slurm", "--resume")
+    assert ended.code == 1
+    assert "train.steps: 4 then, 5 now" in ended.err
+    assert "whet runs resume" in ended.err
+    assert not (tmp_path / "run" / "slurm").exists()
+
+
+def test_the_script_can_be_submitted_from_elsewhere(whet: Any, recipe: str) -> None:
+    script = whet("launch", recipe, "run.dir=runs/mine", "--on", "slurm", "--dry-run").out
+    assert f"#SBATCH --chdir={Path.cwd()}\n" in script
+    assert "#SBATCH --output=runs/mine/slurm/%j.out\n" in script
+
+
 def test_where_there_is_no_slurm(whet: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     ended = whet("launch", recipe, "--on", "slurm", f"run.dir={tmp_path / 'run'}")

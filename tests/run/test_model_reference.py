@@ -94,6 +94,7 @@ def test_step_offset_counts_on_from_another_checkpoint_and_changes_nothing_else(
     assert "step 423,863 of 423,864 (83%)" in whet("runs", "show", offset).out
     ended = whet(*arguments, "--resume")
     assert ended.code == 0, ended.err
+    assert " 6/6 " in ended.err, "the bar counts the steps of this run"
     ours, theirs = steps_of(offset), steps_of(plain)
     assert [line["step"] for line in ours] == [line["step"] + 423858 for line in theirs] == [*range(423859, 423865)]
     for key in ("loss", "grad_norm", "lr", "epoch", "conversations", "tokens", "supervised_tokens"):

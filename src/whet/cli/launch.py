@@ -104,6 +104,7 @@ def launch(
     from whet.core.run_folder import move_run_aside
     from whet.launch.local import format_command, make_launch_job, train_command
     from whet.launch.supervise import supervise
+    from whet.run.resume import require_same_settings
     from whet.run.step_rows import require_rows
 
     words: list[str] | None = ctx.meta.get(_AFTER_DASHES)
@@ -135,6 +136,8 @@ def launch(
     if on_slurm:
         if is_new:
             require_rows(config, config.launch.node_range()[1], config.launch.gpus or config.launch.processes)
+        else:
+            require_same_settings(config.folder, config)
         return _launch_on_slurm(config, chain, then, resume, until, dry_run, wait, as_json)
     if on is LaunchTarget.KUBERNETES:
         return _render_for_kubernetes(config, is_new, dry_run, as_json)

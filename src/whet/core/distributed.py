@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from whet.core import launch_env
 from whet.core.console import info, warn
-from whet.core.errors import WhetError
+from whet.core.errors import RunFailedError, WhetError
 from whet.core.heartbeat import PHASE
 from whet.core.rendezvous import StartBarrier, join_rendezvous
 from whet.core.resources import cores_per_process
@@ -227,13 +227,16 @@ def store_barrier(
     store, began, pause, logged = connect_store(timeout_s), time.monotonic(), _POLL_S, False
     missing = [f"whet/{name}/{other}" for other in range(world_size)]
     PHASE.begin_wait()
-    store.set(missing[rank], "here")
-    while missing := [key for key in missing if not store.check([key])]:
-        if not logged and time.monotonic() - began > _LOG_AFTER_S:
-            logged = True
-            on_wait(len(missing))
-        time.sleep(pause)
-        pause = min(_MAX_POLL_S, 1.5 * pause)
+    try:
+        store.set(missing[rank], "here")
+        while missing := [key for key in missing if not store.check([key])]:
+            if not logged and time.monotonic() - began > _LOG_AFTER_S:
+                logged = True
+                on_wait(len(missing))
+            time.sleep(pause)
+            pause = min(_MAX_POLL_S, 1.5 * pause)
+    except dist.DistNetworkError:
+        raise RunFailedError("the launcher that the processes meet at has ended: see what it or rank 0 said") from None
     PHASE.end_wait()
 
 

@@ -32,7 +32,7 @@ class SlurmConfig(Section):
         default=None,
         ge=60,
         description="Seconds before the time limit at which the run saves and stops. Absent: 300, or a quarter of a "
-        "shorter limit.",
+        "shorter limit, at least 60.",
     )
     max_requeues: int = Field(
         default=20, ge=0, description="How often a job that reaches its time limit is queued again; 0: never."

@@ -222,6 +222,9 @@ def follow_run(folder: Path, jobs: Sequence[int]) -> tuple[int, str]:
     code = status.get("exit_code")
     if code == ExitCode.DONE or (state == "COMPLETED" and code is not None):
         return int(code), str(status.get("reason") or status["state"])
+    ended_with = int(fields.get("ExitCode", "0:0").split(":")[0])
+    if code == ended_with == ExitCode.STOPPED:  # which is a failure to Slurm
+        return int(code), str(status.get("reason") or status["state"])
     output = folder / "slurm" / f"{jobs[-1]}.out"
     if output.exists():
         reason = f"job {jobs[-1]}: {describe_end(state)}; its output is in {output}. Continue it with --resume"
@@ -232,7 +235,6 @@ def follow_run(folder: Path, jobs: Sequence[int]) -> tuple[int, str]:
             f"job {jobs[-1]}: {describe_end(state)} without output: its first node could not write {output}. Give a "
             "folder that all nodes share: run.dir=FOLDER"
         )
-    ended_with = int(fields.get("ExitCode", "0:0").split(":")[0])
     return int(code or ended_with or ExitCode.FAILED), reason
 
 
@@ -262,8 +264,9 @@ def cluster_problems(config: Config, chain: int) -> list[str]:
         problems.append("launch.slurm.time is not set, so Slurm gives no warning before the partition's limit")
     elif time_limit_seconds(slurm.time) < warning_seconds(slurm) + 120:
         problems.append(
-            f"launch.slurm.time: of {slurm.time}, the last {warning_seconds(slurm)} s are for saving "
-            "(launch.slurm.warning), which leaves too little to train. Give more time"
+            f"launch.slurm.time: {slurm.time} is {time_limit_seconds(slurm.time)} s, and the last "
+            f"{warning_seconds(slurm)} s are for saving (launch.slurm.warning): too little is left to train. Give more "
+            "time"
         )
     preempts, kill_wait = found.get("PreemptMode", "OFF").upper(), found.get("KillWait", "30 sec")
     if "REQUEUE" in preempts and "send_user_signal" not in found.get("PreemptParameters", ""):

@@ -120,6 +120,7 @@ def sbatch_options(job: SlurmJob, in_terminal: bool = False) -> list[str]:
         values |= {
             "signal": f"B:USR1@{warning_seconds(slurm)}" if job.is_warned else None,
             "array": f"0-{job.array - 1}" if job.array else None,
+            "chdir": Path.cwd(),  # paths may be relative, and the script may be submitted again from elsewhere
             "output": f"{job.folder}/%{'A_%a' if job.array else 'j'}.out",
             "open-mode": "append",
         }

@@ -68,19 +68,25 @@ def _require_usable_folder(folder: RunFolder, config: Config, resume: bool) -> N
             f"{folder.path}: this folder holds a run already. Continue it with --resume, move it aside with --fresh, "
             "or give the new run another folder: run.dir=FOLDER"
         )
-    changed = changed_settings(folder.path, config)
-    if changed:
-        shown = "; ".join(_describe_change(*each) for each in changed[:5])
-        is_length = any(key in ("train.steps", "train.epochs", "train.tokens") for key, _, _ in changed)
-        longer = f". {train_longer(folder.path)}" if is_length else ""
-        raise WhetError(
-            f"{folder.path}: this folder holds another run, which cannot be resumed with this configuration ({shown}). "
-            f"Set these back, move it aside with --fresh, or give the new run another folder: run.dir=FOLDER{longer}"
-        )
+    require_same_settings(folder.path, config)
     hashes = VariableHashes(folder.path)
     for key, value in config.variables().items():
         if hashes.has(key) and not hashes.matches(key, value):
             info(f"{key}: its environment variable has another value than when the run began; training does not change")
+
+
+def require_same_settings(path: Path, config: Config) -> None:
+    """Refuse to resume the run in this folder with settings under which it would be another run."""
+    changed = changed_settings(path, config)
+    if changed:
+        shown = "; ".join(_describe_change(*each) for each in changed[:5])
+        is_length = any(key in ("train.steps", "train.epochs", "train.tokens") for key, _, _ in changed)
+        longer = f". {train_longer(path)}" if is_length else ""
+        raise WhetError(
+            f"{path}: this folder holds another run, which cannot be resumed with this configuration ({shown}). Set "
+            "these back (`whet runs resume` does), move it aside with --fresh, or give the new run another folder: "
+            f"run.dir=FOLDER{longer}"
+        )
 
 
 def train_longer(run: Path) -> str:

@@ -53,7 +53,11 @@ def train(run: Run) -> None:
         run.model.train()
         smoothed, overlap = ExponentialAverage(), Overlap(run)
         line: dict[str, Any] | None
-        with collect_stop_signals(signals, _announce_stop), training_progress(run.intervals.steps, run.step) as bar:
+        offset = run.intervals.offset
+        with (
+            collect_stop_signals(signals, _announce_stop),
+            training_progress(run.intervals.steps - offset, run.step - offset) as bar,
+        ):
             while run.step < run.intervals.last:
                 number, epochs_before = run.step + 1, run.epochs(run.totals)
                 with run.profiler.step(number - run.intervals.offset):
