@@ -65,6 +65,7 @@ def open_target(what: Path, overrides: Sequence[str], tokenizer: Path | None, va
     """Open a store, a configuration (prepares its data if needed), a run, or a .bin file."""
     if what.suffix in (".bin", ".idx") or Path(f"{what}.idx").exists():
         file = TokenFile(str(what), what)
+        info("this file has no loss mask, so every token is shown as supervised; `mask` of a recipe's source sets one")
         return InspectionTarget(str(what), file, range(len(file)), open_decoder(tokenizer) if tokenizer else None)
     if (what / MANIFEST).exists():
         store = Store(what)
