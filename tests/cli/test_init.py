@@ -279,3 +279,16 @@ def test_what_is_no_recipe_and_what_is_no_run(tmp_path: Path, monkeypatch: pytes
     ):
         ended = whet(*words)
         assert (ended.code, message in ended.err) == (1, True), ended.err
+
+
+def test_what_is_in_the_file_twice_is_dropped_so_that_check_passes(
+    whet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    once = ROWS.splitlines(keepends=True)
+    Path("twice.csv").write_text("".join(["Frage;Antwort\n", *once, *once[:20]]))
+    assert whet("init", "twice.csv", "--model", "builtin:tiny").code == 0
+    assert "20 of the first 80 records equal an earlier one" in Path("twice.yaml").read_text()
+    checked = whet("check", "twice.yaml")
+    assert checked.code == 0, checked.err
+    assert read_config(Path("twice.yaml")).data.deduplicate

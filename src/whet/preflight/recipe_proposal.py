@@ -30,6 +30,7 @@ DEFAULT_MODEL = "builtin:smollm2"
 _SAMPLED_RECORDS = 2000
 _LONGEST_CONTEXT = 32_768
 """The most tokens that a proposal allows for a conversation; a longer max_length is a decision of the user's."""
+_MANY_DUPLICATES = 0.01
 _CHARACTERS_PER_TOKEN = 2.0  # cautious: English has about 4
 _GIB, _LINE_LENGTH = 2**30, 110
 
@@ -59,6 +60,8 @@ class DataSummary:
     is_text: bool
     bad: tuple[BadRecord, ...] = ()
     """Those that cannot be read."""
+    duplicates: int = 0
+    """Records that equal an earlier one, of the first ones."""
 
 
 def propose_recipe(path: str, model: str, guess: bool = True) -> list[ProposedSetting]:
@@ -72,7 +75,7 @@ def propose_recipe(path: str, model: str, guess: bool = True) -> list[ProposedSe
         ProposedSetting("model.path", model_path, f"{known.billions:g} billion parameters" if known else ""),
         *_adapter_settings(model_path, known, data),
         *_source_settings(data),
-        *(_bad_record_settings(data) if guess else []),
+        *([*_bad_record_settings(data), *_duplicate_settings(data)] if guess else []),
         *_validation_settings(data),
         *_length_settings(data),
         *_training_settings(data, known, is_adapter=_uses_adapter(model_path, known, data)),
@@ -148,7 +151,13 @@ def _summarize(source: Source, is_guessed: bool, model: str) -> DataSummary:
         lengths = [int(_characters(item) / _CHARACTERS_PER_TOKEN) + 16 for item in good]
         lengths_note = ". Estimated from characters, as the tokenizer cannot be loaded here: check it"
     total = expected_records(source)
-    return DataSummary(source, is_guessed, note, total, tuple(sorted(lengths) or [1]), lengths_note, is_text, bad)
+    lengths_found = tuple(sorted(lengths) or [1])
+    duplicates = len(good) - len({_content(item) for item in good})
+    return DataSummary(source, is_guessed, note, total, lengths_found, lengths_note, is_text, bad, duplicates)
+
+
+def _content(item: Conversation | PlainText) -> str:
+    return item.text if isinstance(item, PlainText) else json.dumps([message.as_dict() for message in item.messages])
 
 
 def _characters(item: Conversation | PlainText) -> int:
@@ -196,6 +205,15 @@ def _bad_record_settings(data: DataSummary) -> list[ProposedSetting]:
     )
     reason = f"{len(data.bad):,} of the first {seen:,} records cannot be read; without this line, train stops at them"
     return [ProposedSetting("data.on_bad", "skip", reason)]
+
+
+def _duplicate_settings(data: DataSummary) -> list[ProposedSetting]:
+    """Where `whet check` would complain."""
+    seen = min(data.conversations, _SAMPLED_RECORDS)
+    if not data.duplicates or data.duplicates < _MANY_DUPLICATES * seen:
+        return []
+    reason = f"{data.duplicates:,} of the first {seen:,} records equal an earlier one: drop them"
+    return [ProposedSetting("data.deduplicate", True, reason)]
 
 
 def _validation_settings(data: DataSummary) -> list[ProposedSetting]:
