@@ -18,7 +18,7 @@ from whet.core.config import apply_overrides, validate_config
 from whet.core.console import info, warn
 from whet.core.errors import WhetError, first_line
 from whet.core.files import resolve_path
-from whet.core.resources import available_memory
+from whet.core.resources import available_memory, multiplies_bf16
 from whet.core.yaml import dump_yaml_inline, parse_yaml
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, PlainText
@@ -275,6 +275,8 @@ def _training_settings(data: DataSummary, known: KnownModel | None, is_adapter: 
         ProposedSetting("train.batch", {"conversations": batch}, f"about {steps:,} steps"),
         ProposedSetting("train.optimizer", {"lr": rate}, f"usual for {usual}; `whet search RECIPE --lr` finds yours"),
     ]
+    if _device_memory() is None and multiplies_bf16():
+        found.append(ProposedSetting("train.precision", "bf16", "this CPU computes in it twice as fast as in fp32"))
     if total >= 20 and steps >= 20:
         found.append(
             ProposedSetting("eval.every", max(5, steps // 8), "steps between two looks at the validation data")
