@@ -31,6 +31,8 @@ _SAMPLED_RECORDS = 2000
 _LONGEST_CONTEXT = 32_768
 """The most tokens that a proposal allows for a conversation; a longer max_length is a decision of the user's."""
 _MANY_DUPLICATES = 0.01
+_SMALL_BILLIONS = 2
+"""What is trained on a CPU. The export of a mixture of experts that a CPU trains in bf16 can differ too much."""
 _CHARACTERS_PER_TOKEN = 2.0  # cautious: English has about 4
 _GIB, _LINE_LENGTH = 2**30, 110
 
@@ -275,7 +277,8 @@ def _training_settings(data: DataSummary, known: KnownModel | None, is_adapter: 
         ProposedSetting("train.batch", {"conversations": batch}, f"about {steps:,} steps"),
         ProposedSetting("train.optimizer", {"lr": rate}, f"usual for {usual}; `whet search RECIPE --lr` finds yours"),
     ]
-    if _device_memory() is None and multiplies_bf16():
+    is_small = known is not None and known.billions <= _SMALL_BILLIONS
+    if is_small and _device_memory() is None and multiplies_bf16():
         found.append(ProposedSetting("train.precision", "bf16", "this CPU computes in it twice as fast as in fp32"))
     if total >= 20 and steps >= 20:
         found.append(
