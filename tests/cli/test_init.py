@@ -40,6 +40,7 @@ def test_a_spreadsheet_becomes_a_model(fragen: Path, whet: Any) -> None:
     config = read_config(Path("fragen.yaml"))
     assert config.data.sources[0].fields == {"prompt": "Frage", "completion": "Antwort"}
     assert config.adapter is not None
+    assert config.train.micro_rows == 1024 // config.data.max_length
     trained = whet("train", "fragen.yaml", "train.steps=2", "eval.every=null", "export.at_end=none")
     assert trained.code == 0, trained.err
     assert "whet chat runs/fragen" in trained.err

@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from whet.core.errors import WhetError
 from whet.core.run_folder import RunFolder, read_status
@@ -191,6 +199,28 @@ def test_a_loss_that_is_not_finite_is_an_event(tmp_path: Path) -> None:
     assert [line["loss"] for line in lines(folder) if "loss" in line] == [None, None]
     assert [(event["step"], event["kind"]) for event in lines(folder, "events")] == [(1, "nonfinite"), (2, "nonfinite")]
     assert "not finite" in write_report(folder).read_text()
+
+
+@pytest.mark.parametrize(("counted", "expected"), [([5, 9], [45, 49]), ([45, 49], [45, 49])], ids=["trl", "trainer"])
+def test_tokens_of_a_continued_run_are_those_of_the_whole(
+    tmp_path: Path, counted: list[int], expected: list[int]
+) -> None:
+    """TRL counts from the start of the process, Trainer from that of the run."""
+    folder = tmp_path / "run"
+    trainer = make_trainer(folder, whet := WhetCallback(folder), steps=4)
+    state = TrainerState(max_steps=4, is_world_process_zero=True)
+
+    def log(step: int, tokens: int) -> None:
+        state.global_step = step
+        whet.on_log(trainer.args, state, TrainerControl(), {"loss": 1.0, "num_tokens": tokens})
+
+    whet.on_train_begin(trainer.args, state, TrainerControl())
+    log(1, 20)
+    log(2, 40)
+    whet.on_train_begin(trainer.args, state, TrainerControl())
+    for step, tokens in enumerate(counted, 3):
+        log(step, tokens)
+    assert [line["tokens"] for line in lines(folder)] == [20, 40, *expected]
 
 
 TWO_RANKS = """

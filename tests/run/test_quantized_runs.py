@@ -126,7 +126,7 @@ def test_a_run_in_4_bits_is_not_continued_in_16(whet: Any, recipe: str, run: Pat
     options = ("train.steps=8", "checkpoint.every=4", "adapter.dropout=0.1", "adapter.rank=4")
     ended = whet("train", recipe, f"run.dir={run}", *options, "--resume")
     assert ended.code == 1
-    assert "quantize: 'nf4' then, None now" in ended.err
+    assert "quantize: 'nf4' then, not set now" in ended.err
 
 
 @pytest.mark.parametrize("divided", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -55,7 +55,8 @@ def test_what_is_not_finite_is_nothing() -> None:
 
 def test_the_note_says_what_is_known() -> None:
     assert (
-        progress_note(line(StepSpeed(StepTime(2.0, 0.0), 400, 1000.0)), 2.5) == "loss 2.5000 · 15 tokens/s · mfu 20.0%"
+        progress_note(line(StepSpeed(StepTime(2.0, 0.0), 400, 1000.0)), 2.5)
+        == "mean loss 2.5000 · 15 tokens/s · mfu 20.0%"
     )
-    assert progress_note(line(StepSpeed(StepTime(2.0, 0.0), 400, None)), 2.5) == "loss 2.5000 · 15 tokens/s"
-    assert progress_note(line(StepSpeed(StepTime(2.0, 0.0, is_steady=False), 400, 1000.0)), 2.5) == "loss 2.5000"
+    assert progress_note(line(StepSpeed(StepTime(2.0, 0.0), 400, None)), 2.5) == "mean loss 2.5000 · 15 tokens/s"
+    assert progress_note(line(StepSpeed(StepTime(2.0, 0.0, is_steady=False), 400, 1000.0)), 2.5) == "mean loss 2.5000"

@@ -60,7 +60,7 @@ def test_the_panel_shows_what_was_measured_and_nothing_else() -> None:
     assert shown(panel, 100) == [""]
     panel.update(LINE, 1.5)
     assert shown(panel, 100) == [
-        "loss 1.5000 ▁  lr 1.00e-04  norm 0.7",
+        "mean loss 1.5000 ▁  lr 1.00e-04  norm 0.7",
         "12,346 tokens/s · MFU 41.0% · 61.2 GiB · epoch 0.50 · data wait 20%",
     ]
     panel.update({"loss": None, "tokens_per_s": None, "mfu": None, "skipped": "nonfinite"}, math.nan)

@@ -119,6 +119,9 @@ class WhetCallback(TrainerCallback):
         self._metrics = JsonLinesWriter(path / "metrics.jsonl")
         self._events = JsonLinesWriter(path / "events.jsonl")
         self._logged_at, self._logged_step, self._logged_tokens = time.time(), state.global_step, 0
+        self._earlier_tokens = max(
+            (int(line.get("tokens") or 0) for line in read_json_lines(path / "metrics.jsonl")[0]), default=0
+        )
         self._folder = folder
         PHASE.enter("training", state.global_step)
         folder.set_status("running", state.global_step, state.max_steps)
@@ -200,6 +203,9 @@ class WhetCallback(TrainerCallback):
         """Seconds and tokens per second of the steps since the last line."""
         seconds, steps = line["time"] - self._logged_at, line["step"] - self._logged_step
         tokens = int(line.get("tokens") or 0)
+        if tokens and not self._logged_tokens and tokens > self._earlier_tokens:
+            self._earlier_tokens = 0  # Trainer counts on where a run continues; TRL counts from its start
+        tokens += self._earlier_tokens if tokens else 0
         speed = {"step_s": seconds / max(1, steps)}
         if self._logged_tokens and seconds > 0:
             speed["tokens_per_s"] = (tokens - self._logged_tokens) / seconds

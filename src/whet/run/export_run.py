@@ -78,7 +78,10 @@ def export_model(
         f"{certificate.conversations} conversations, largest logit difference {certificate.max_logit_difference:.1e}, "
         f"same next token at {certificate.same_next_token:.1%} of positions"
     )
-    info(describe_effect(certificate.effect))
+    effect = dict(certificate.effect)
+    if spec.dtype.is_quantized:  # blocks of weights share scales: what rounding does to single ones means nothing
+        effect.pop("lost_to_rounding", None)
+    info(describe_effect(effect))
     if kind == "gguf":
         certificate = _report_gguf(config, spec, folder, certificate, ranks)
     return folder, certificate
@@ -102,7 +105,10 @@ def _report_gguf(config: Config, spec: ExportSpec, folder: Path, certificate: Ce
             write_hashed_json(folder / "certificate.json", certificate.as_dict())
             for task, found in scores.items():
                 info(f"{task}: {found['export']:.3f} in {certificate.dtype}, {found['trained']:.3f} as trained")
-    info(f"Ollama:     ollama create {spec.name} -f {folder / 'Modelfile'}\nLM Studio:  lms import {file}")
+    info(
+        f"llama.cpp:  llama-server -m {file}\nOllama:     ollama create {spec.name} -f {folder / 'Modelfile'}\n"
+        f"LM Studio:  lms import {file}"
+    )
     return certificate
 
 

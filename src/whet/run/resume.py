@@ -91,14 +91,18 @@ def require_same_settings(path: Path, config: Config) -> None:
 
 def train_longer(run: Path) -> str:
     """How to train a run for longer than it was planned: its learning rate has decayed for the planned length."""
-    return f"To train on from its weights, start a new run: whet train CONFIG model.path={run} run.dir={run}-2"
+    return (
+        "To end it earlier, add --until STEP; to train on from its weights, start a new run: whet train CONFIG "
+        f"model.path={run} run.dir={run}-2"
+    )
 
 
 def _describe_change(key: str, old: Any, new: Any) -> str:
     if isinstance(old, Template) and old == new:
         state = f"{old.unset[0]} is not set" if old.unset else f"{' or '.join(old.names)} had another value then"
         return f"{key}: {old}: the environment variable {state}"
-    return f"{key}: {old!r} then, {new!r} now"
+    then, now = ("not set" if value is None else repr(value) for value in (old, new))
+    return f"{key}: {then} then, {now} now"
 
 
 _CHANGEABLE_ON_RESUME = (

@@ -196,8 +196,8 @@ def excluded_step_metrics(
 
 
 def progress_note(line: dict[str, Any], smoothed: float) -> str:
-    """What the progress line shows of a step: never a number that was not measured."""
-    parts = ["loss not measured" if math.isnan(smoothed) else f"loss {smoothed:.4f}"]
+    """What the progress line shows of a step: never a number that was not measured. The loss is a running mean."""
+    parts = ["loss not measured" if math.isnan(smoothed) else f"mean loss {smoothed:.4f}"]
     if line.get("skipped"):
         parts.append("skipped")
     if line["tokens_per_s"] is not None:

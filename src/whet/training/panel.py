@@ -57,7 +57,7 @@ class TrainingPanel:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self._line:
             return
-        head = "loss not measured " if math.isnan(self._smoothed) else f"loss {self._smoothed:.4f} "
+        head = "loss not measured " if math.isnan(self._smoothed) else f"mean loss {self._smoothed:.4f} "
         tail = "".join(f"  {part}" for part in self._learning())
         room = min(_MAX_CURVE, options.max_width - len(head) - len(tail))
         curve = sparkline(self._curve.values, room, options.ascii_only) if room >= _MIN_CURVE else ""

@@ -34,6 +34,11 @@ def locate_model(path: str) -> str:
                 )
             if (folder / "config.yaml").exists():
                 raise WhetError(f"model.path: {path}: this is a run folder. Give its export: {path}/exports/merged")
+            if file := next(iter(sorted(folder.glob("*.gguf"))), None):
+                raise WhetError(
+                    f"model.path: {path}: this folder holds a GGUF file, which llama.cpp, Ollama and LM Studio run: "
+                    f"llama-server -m {file}. Give the run or a merged export"
+                )
             raise WhetError(f"model.path: {path}: no config.json in this folder. Give the folder of a model")
         return str(folder)
     if folder.is_file():
