@@ -155,6 +155,7 @@ def test_a_gguf_export_ends_with_the_lines_for_ollama_and_lm_studio(tiny_run: Pa
     assert ended.code == 0, ended.err
     assert "same next token: as expected of q8_0" in ended.err
     last = ended.err.strip().splitlines()[-3:]
+    assert last[0].startswith("llama.cpp:  llama-server -m "), last
     assert any(line.startswith("Ollama:     ollama create ") and str(out / "Modelfile") in line for line in last), last
     assert any(line.startswith("LM Studio:  lms import ") for line in last), last
 

@@ -32,8 +32,8 @@ _LONGEST_CONTEXT = 32_768
 """The most tokens that a proposal allows for a conversation; a longer max_length is a decision of the user's."""
 _MANY_DUPLICATES = 0.01
 _CPU_TOKENS = 1024
-"""At once. A step of 16 conversations of 100 tokens of SmolLM2, one by one and 8 at once, on one core: in fp32 27 and 22
-s, in bf16 25 and 16 s."""
+"""At once. 16 conversations of 100 tokens take SmolLM2 on one core 27 s one by one and 22 s in eights in fp32, 25 s and
+16 s in bf16."""
 _SMALL_BILLIONS = 2
 """What is trained on a CPU. The export of a mixture of experts that a CPU trains in bf16 can differ too much."""
 _CHARACTERS_PER_TOKEN = 2.0  # cautious: English has about 4
