@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from forkserver import Popen, fork_of
 pytest.importorskip("optuna")
 from whet.core.files import read_json_lines
 from whet.core.run_folder import read_status
+from whet.search import results
 
 SHIPPED = Path(__file__).parents[2] / "recipes" / "search-tiny.yaml"
 SMALL = (
@@ -28,6 +30,12 @@ SMALL = (
 
 def steps_of(run: Path) -> list[int]:
     return [line["step"] for line in read_json_lines(run / "metrics.jsonl")[0] if "loss" in line]
+
+
+def test_the_picture_names_values_beyond_its_axis():
+    trials = [SimpleNamespace(value=value) for value in (0.3, 0.31, 0.33, 0.9, None)]
+    assert results._outlier_note(SimpleNamespace(trials=trials), True) == " Beyond the axis, drawn at its edge: 0.9."
+    assert results._outlier_note(SimpleNamespace(trials=trials[:3]), True) == ""
 
 
 def test_trials_are_runs_and_one_that_was_stopped_at_a_rung_continues_as_if_it_had_not(whet, recipe, tmp_path):

@@ -196,7 +196,8 @@ def write_page(result: SearchResult, plan: SearchPlan) -> Path:
     sections = [
         html_section(
             f"{plan.metric} by parameter", element("div", *panels, class_="row"),
-            note="Orange: the best trial. Blue: complete trials. Light: stopped at a rung, with their last value.",
+            note="Orange: the best trial. Blue: complete trials. Light: stopped at a rung, with their last value."
+            + _outlier_note(result, plan.minimizes),
         ),
         _importance_section(result, names),
         html_section("Trials", html_table(head, rows)),
@@ -264,6 +265,13 @@ def _without_outliers(values: Sequence[float], minimizes: bool) -> list[float]:
     limit = best + 4 * (middle - best)
     kept = [value for value in ordered if (value <= limit if minimizes else value >= limit)]
     return kept or ordered
+
+
+def _outlier_note(result: SearchResult, minimizes: bool) -> str:
+    values = [trial.value for trial in result.trials if trial.value is not None]
+    shown = _without_outliers(values, minimizes)
+    beyond = sorted(value for value in values if not min(shown) <= value <= max(shown))
+    return f" Beyond the axis, drawn at its edge: {', '.join(f'{value:.4g}' for value in beyond)}." if beyond else ""
 
 
 def _place(parameter: Parameter, trial: TrialResult) -> float:
