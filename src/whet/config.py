@@ -365,6 +365,9 @@ def _require_recipe(path: Path) -> None:
             f"{path}: this is a folder. Give the path of a recipe, a YAML file such as recipes/tiny.yaml; for the data "
             f"in a folder, make one: whet init {path}"
         )
+    shipped = Path(__file__).parent / "recipes" / path.name
+    if not path.exists() and shipped.is_file():
+        raise WhetError(f"{path}: no such file. whet brings one of this name: cp {shipped} .")
     if not path.exists() and path.parent.is_dir():
         recipes = [file.name for file in sorted(path.parent.glob("*.y*ml"))]
         similar = difflib.get_close_matches(path.name, [*recipes, *(Path(name).stem for name in recipes)], n=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -84,6 +85,15 @@ def test_counts_into_a_missing_folder_are_refused(whet: Any, recipe: str, tmp_pa
     ended = whet("inspect", recipe, "--count", tmp_path / "no" / "x.csv", "--json")
     assert ended.code == 1
     assert str(tmp_path / "no") in json.loads(ended.out)["error"]
+
+
+def test_a_recipe_of_the_pages_is_found_where_whet_is_installed(
+    whet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = whet("check", "recipes/lumi.yaml")
+    assert ended.code == 1
+    assert Path(re.findall(r"cp (\S+/recipes/lumi.yaml) \.", ended.err)[0]).is_file()
 
 
 def test_a_misspelt_file_is_recognised(whet: Any, tmp_path: Path) -> None:
