@@ -133,6 +133,7 @@ def test_another_run_is_refused_before_the_queue(whet: Any, recipe: str, tmp_pat
     assert ended.code == 1
     assert "train.steps: 4 then, 5 now" in ended.err
     assert "whet runs resume" in ended.err
+    assert "--until STEP" in ended.err
     assert not (tmp_path / "run" / "slurm").exists()
 
 

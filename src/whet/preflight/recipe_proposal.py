@@ -288,7 +288,7 @@ def _training_settings(data: DataSummary, known: KnownModel | None, is_adapter: 
         found.append(ProposedSetting("train.micro_rows", rows, "a CPU is faster with several short rows at once"))
     is_small = known is not None and known.billions <= _SMALL_BILLIONS
     if is_small and _device_memory() is None and multiplies_bf16():
-        found.append(ProposedSetting("train.precision", "bf16", "this CPU computes in it twice as fast as in fp32"))
+        found.append(ProposedSetting("train.precision", "bf16", "this CPU has instructions for it: faster than fp32"))
     if total >= 20 and steps >= 20:
         found.append(
             ProposedSetting("eval.every", max(5, steps // 8), "steps between two looks at the validation data")

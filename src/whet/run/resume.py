@@ -81,20 +81,17 @@ def require_same_settings(path: Path, config: Config) -> None:
     if changed:
         shown = "; ".join(_describe_change(*each) for each in changed[:5])
         is_length = any(key in ("train.steps", "train.epochs", "train.tokens") for key, _, _ in changed)
-        longer = f". {train_longer(path)}" if is_length else ""
+        other_length = f". To end it earlier, add --until STEP. {train_longer(path)}" if is_length else ""
         raise WhetError(
             f"{path}: this folder holds another run, which cannot be resumed with this configuration ({shown}). Set "
             "these back (`whet runs resume` does), move it aside with --fresh, or give the new run another folder: "
-            f"run.dir=FOLDER{longer}"
+            f"run.dir=FOLDER{other_length}"
         )
 
 
 def train_longer(run: Path) -> str:
     """How to train a run for longer than it was planned: its learning rate has decayed for the planned length."""
-    return (
-        "To end it earlier, add --until STEP; to train on from its weights, start a new run: whet train CONFIG "
-        f"model.path={run} run.dir={run}-2"
-    )
+    return f"To train on from its weights, start a new run: whet train CONFIG model.path={run} run.dir={run}-2"
 
 
 def _describe_change(key: str, old: Any, new: Any) -> str:
