@@ -81,7 +81,8 @@ def test_a_run_that_has_just_started(make_run: MakeRun) -> None:
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_folder_that_is_not_a_run(tmp_path: Path, exists: bool) -> None:
+def test_a_folder_that_is_not_a_run(tmp_path: Path, exists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # away from runs/demo, which `make demo` leaves and the error would propose
     folder = tmp_path if exists else tmp_path / "nothing"
     with pytest.raises(WhetError, match=r"not a run.*whet train") as error:
         RunView.read(folder)
