@@ -65,6 +65,20 @@ def import_inductor() -> None:
     import torch._inductor.compile_fx  # noqa: F401
 
 
+def compile_with_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """`torch._inductor.compile_fx.compile_fx`: what `backend="inductor"` calls."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Callable[..., Any] = compile_fx(module, inputs)
+    return compiled
+
+
+def traced_value(node: Any) -> torch.Tensor:
+    """`node.meta["example_value"]`: the fake tensor that dynamo has computed for a node of its graph."""
+    value: torch.Tensor = node.meta["example_value"]
+    return value
+
+
 def trace_passes(
     function: Callable[..., Any], inputs: Sequence[torch.Tensor], static: Sequence[int], budget: float
 ) -> tuple[torch.fx.Graph, torch.fx.Graph, int]:

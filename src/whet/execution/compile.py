@@ -26,6 +26,7 @@ from whet.compat.torch_compiler import (
 from whet.core.console import warn
 from whet.core.files import cache_dir
 from whet.core.resources import has_triton
+from whet.execution.merge_linears import compile_with_merged_linears
 
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _RECOMPILE_LIMIT = 32
@@ -75,7 +76,7 @@ def use_compile_cache() -> None:
         enable_autograd_cache()
 
 
-def compile_forward(forward: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
+def compile_forward(forward: Callable[..., Any], backend: Any = compile_with_merged_linears) -> Callable[..., Any]:
     """Compiles a layer's forward pass for packed batches (calls with `documents`); other calls, such as generation, run
     eagerly."""
     use_compile_cache()

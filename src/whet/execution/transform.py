@@ -8,6 +8,7 @@ from torch import nn
 
 from whet.compat.torch_private import replace_forward, unwrapped_forward
 from whet.execution.compile import compile_forward, set_activation_memory_budget
+from whet.execution.merge_linears import compile_with_merged_linears
 from whet.execution.offload import with_activation_offload
 from whet.execution.recompute import has_dropout, with_recompute, with_recompute_in_eager
 from whet.model.attention import supports_fullgraph
@@ -18,7 +19,7 @@ from whet.parallel.config import ParallelConfig
 
 
 def transform_layers(
-    language_model: nn.Module, config: ParallelConfig, compile: bool, backend: Any = "inductor"
+    language_model: nn.Module, config: ParallelConfig, compile: bool, backend: Any = compile_with_merged_linears
 ) -> None:
     """Wrap the forward pass of every decoder layer in place, from the inside out. Parameter names do not change.
 
