@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import subprocess
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -76,6 +77,27 @@ def test_no_table_of_compile_times_is_made_at_exit(real_python: str, module: str
     code = f"import atexit, sys; atexit.register(lambda: print('tabulate' in sys.modules)); import {module}"
     done = subprocess.run([real_python, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [is_made]
+
+
+@pytest.mark.slow
+def test_the_processes_that_compile_end_at_once(real_python: str) -> None:
+    """A graph of two kernels is compiled by worker processes; none is left, and nothing is printed."""
+    program = """
+import os, time, torch
+torch._inductor.config.compile_threads = 2
+from whet.compat import torch_compiler
+torch_compiler.import_inductor()
+from torch._inductor import async_compile
+pool = async_compile.AsyncCompile.process_pool()
+assert pool.submit(os.getpid).result() != os.getpid()
+print(pool.process.pid, time.time(), flush=True)
+"""
+    done = subprocess.run([real_python, "-c", program], capture_output=True, text=True, check=True)
+    pid, since = done.stdout.split()
+    assert time.time() - float(since) < 5
+    assert not done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
 
 
 @pytest.mark.slow

@@ -92,3 +92,25 @@ def test_a_value_is_computed_again_where_its_files_changed(tmp_path: Path, monke
     file.unlink()
     file.mkdir()  # cannot be read, nor replaced
     assert [value(), value()] == [[5], [6]]
+
+
+@pytest.mark.parametrize(("first", "is_found"), [("pass", True), ("transformers_start.leave_out_packages()", False)])
+def test_transformers_does_not_find_what_is_left_out(
+    real_python: str, tmp_path: Path, first: str, is_found: bool
+) -> None:
+    for package, name in (("sklearn", "scikit_learn"), ("scipy", "scipy")):
+        metadata = tmp_path / f"{name}-1.7.0.dist-info"
+        for folder in (tmp_path / package, metadata):
+            folder.mkdir()
+        (tmp_path / package / "__init__.py").touch()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.7.0\n")
+    program = f"""
+import sys
+from whet.compat import transformers_start
+{first}
+from transformers.utils import is_scipy_available, is_sklearn_available
+print(is_scipy_available(), is_sklearn_available(), "sklearn" in sys.modules)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "WHET_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([real_python, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(is_found), str(is_found), "False"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,7 +122,9 @@ def test_merged_layers_learn_as_others_do_in_mixed_precision(make_root: Make, ma
         root = make_root("Llama", backend="eager").cuda()
         transform_layers(root.language_model, ParallelConfig(), True, CompileCounterWithBackend(backend))
         with torch.autocast("cuda", torch.bfloat16):
-            root(make_batch([9, 20, 8]).to("cuda")).objective.backward()
+            batch = vars(make_batch([9, 20, 8]))
+            on_device = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in batch.items()}
+            root(SimpleNamespace(**on_device)).objective.backward()
         gradients.append(torch.cat([weight.grad.flatten() for weight in root.parameters()]))
     assert (gradients[0] - gradients[1]).norm() < 0.01 * gradients[0].norm()
     assert gradients[0].norm() > 0

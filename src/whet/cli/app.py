@@ -12,6 +12,7 @@ import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from whet import __version__
+from whet.compat.transformers_start import leave_out_packages
 from whet.compat.typer_private import hide_obvious_types
 from whet.core.display import escape_controls, filter_library_output, mask_secrets
 from whet.core.errors import ExitCode
@@ -147,6 +148,7 @@ def main() -> None:
     if started_by_torchrun():
         terminate_with_parent()
     keep_exit_undisturbed()
+    leave_out_packages()
     try:
         _run_app()
     except SystemExit as ended:

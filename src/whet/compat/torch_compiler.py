@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -60,17 +61,35 @@ def enable_autograd_cache() -> None:
     torch._functorch.config.enable_autograd_cache = True
 
 
+@functools.cache
 def import_inductor() -> None:
     """`torch._inductor.compile_fx`: what the first compilation would import, which takes a second or two."""
-    import torch._inductor.compile_fx  # noqa: F401
+    from torch._inductor.async_compile import shutdown_compile_workers
+
+    atexit.unregister(shutdown_compile_workers)
+    atexit.register(_end_compile_workers)
+
+
+def _end_compile_workers() -> None:
+    """`torch._inductor.async_compile.shutdown_compile_workers` asks the process with the workers to end and waits for
+    it, which takes 0.7 s; it has nothing to lose."""
+    from torch._inductor import async_compile
+
+    for pool in async_compile._pool_set:
+        process = getattr(pool, "process", None)
+        if process is None:  # another kind of pool
+            pool.shutdown()
+            continue
+        pool.running = False  # type: ignore[union-attr]
+        process.kill()
+        process.wait()
 
 
 def compile_with_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """`torch._inductor.compile_fx.compile_fx`: what `backend="inductor"` calls."""
-    from torch._inductor.compile_fx import compile_fx
-
-    compiled: Callable[..., Any] = compile_fx(module, inputs)
-    return compiled
+    import_inductor()
+    compiled: Any = torch._inductor.compile_fx.compile_fx(module, inputs)
+    return compiled  # type: ignore[no-any-return]
 
 
 def traced_value(node: Any) -> torch.Tensor:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 _MODULE = "transformers.utils.import_utils"
+_left_out: list[str] = []
+"""Packages that transformers must not import."""
 
 
 class _Finder:
@@ -39,6 +41,13 @@ def keep_import_structure() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
+def leave_out_packages() -> None:
+    """`transformers.utils.import_utils.is_sklearn_available` and `is_scipy_available` say no: importing them takes
+    1.3 s, for object detection and assisted generation. For processes that are whet alone: a user's own may need
+    them."""
+    _left_out[:] = ["sklearn", "scipy"]
+
+
 def _execute(execute: Callable[[Any], None], module: Any) -> None:
     import importlib.metadata
 
@@ -48,6 +57,8 @@ def _execute(execute: Callable[[Any], None], module: Any) -> None:
         execute(module)
     finally:
         importlib.metadata.packages_distributions = compute
+    for name in _left_out:
+        setattr(module, f"is_{name}_available", lambda: False)
     if hasattr(module, "define_import_structure"):  # otherwise another version, which has to do without
         module.define_import_structure = _sharing(module.define_import_structure, Path(module.__file__).parents[1])
 

@@ -211,7 +211,7 @@ class TrainedModel:
 
         def materialize(*_: object) -> None:
             made: dict[int, nn.Parameter] = {}
-            device = self._device
+            device = self.device
             for module, key, weight in placeholders:
                 if id(weight) not in made:
                     value = self.value(weight).to(device, weight.dtype)
@@ -237,7 +237,7 @@ class TrainedModel:
             free()
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         """The device of the tensors that are in no file: adapters and RoPE buffers."""
         everything = (*self.language_model.parameters(), *self.language_model.buffers())
         return next((tensor.device for tensor in everything if not is_placeholder(tensor)), torch.device("cpu"))

@@ -24,8 +24,9 @@ from whet.model.lora.trained_weights import TrainedWeight, trained_weights
 from whet.model.weight_effect import WeightEffect, listed, relative_change
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_CHUNK = 2**18
-"""Elements that are compared at a time: their squares in fp64 and differences take 10 MiB, and stay in the cache."""
+_CPU_CHUNK, _CUDA_CHUNK = 2**18, 2**24
+"""Elements that are compared at a time: on a CPU their squares in fp64 and differences take 10 MiB, and stay in the
+cache."""
 _MAX_DEVIATION = 0.1
 """Of the export from the trained weight, relative to what training changed, beyond rounding."""
 
@@ -102,18 +103,20 @@ def _compare_weight(
     weight: TrainedWeight, trained: TrainedModel, exported: ExportedWeights, dtype: ExportDtype
 ) -> tuple[WeightEffect, list[int]]:
     """The effect on one weight, and the experts (0 for a weight without) that equal the base though they should not."""
+    device = trained.device if trained.device.type == "cuda" else torch.device("cpu")  # others may lack fp64
     before = trained.before(weight)
-    after = weight.after(before, trained.value).cpu()
+    after = weight.after(before, trained.value).to(device)
     is_known = before is not None
-    before = after if before is None else before.cpu()
+    before = after if before is None else before.to(device)
     units = weight.experts or 1
-    counts = _Counts(units)
+    counts = _Counts(units, device)
     parts = exported.tensors(weight.name, before).items(), exported.tensors(weight.name, after).items()
     for (name, old), (_, new) in zip(*parts, strict=True):
         found = exported.read(name)
         if found is None or found.numel() != new.numel():
             counts.is_missing = True
             continue
+        found = found.to(device)
         named = _EXPERT.search(name) if weight.experts else None
         first, rows = (0, units) if named is None else (int(named[1]), 1)
         for unit in range(rows):
@@ -138,12 +141,11 @@ def _compare_weight(
 class _Counts:
     """What the comparison of a weight adds up, for each expert or for the whole."""
 
-    def __init__(self, units: int) -> None:
-        self.updates, self.visible, self.differing = (torch.zeros(units, dtype=torch.int64) for _ in range(3))
+    def __init__(self, units: int, device: torch.device) -> None:
+        self.updates, self.visible, self.differing = torch.zeros(3, units, dtype=torch.int64, device=device)
         """Elements that training changed; that changed still after rounding; that differ from the base in the export"""
-        self.squares, self.base_squares, self.deviations, self.norms, self.elements = (
-            torch.zeros(units, dtype=torch.float64) for _ in range(5)
-        )
+        sums = torch.zeros(5, units, dtype=torch.float64, device=device)
+        self.squares, self.base_squares, self.deviations, self.norms, self.elements = sums
         """Squared norms of the update, the base, the export's deviation from the trained weight, and the latter."""
         self.is_missing = False
 
@@ -171,7 +173,8 @@ class _Counts:
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(tensor.reshape(-1).split(_CHUNK) for tensor in tensors), strict=True)
+    chunk = _CUDA_CHUNK if tensors[0].is_cuda else _CPU_CHUNK
+    return zip(*(tensor.reshape(-1).split(chunk) for tensor in tensors), strict=True)
 
 
 def _square(values: Tensor) -> Tensor:

@@ -113,8 +113,8 @@ def _chunk_width(rows: Tensor) -> int:
 @lru_cache(maxsize=2)
 def _signs(device: torch.device) -> Tensor:
     chunk = _CPU_CHUNK if device.type == "cpu" else _CHUNK
-    drawn = torch.randint(0, 2, (2 * chunk,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
-    return (2 * drawn - 1).to(device)
+    generator = torch.Generator(device).manual_seed(0)
+    return 2 * torch.randint(0, 2, (2 * chunk,), generator=generator, dtype=torch.int8, device=device) - 1
 
 
 def _units(weight: TrainedWeight, tensor: Tensor | None = None) -> tuple[Tensor, int]:
