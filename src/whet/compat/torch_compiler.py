@@ -89,7 +89,7 @@ def compile_with_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Ca
     """`torch._inductor.compile_fx.compile_fx`: what `backend="inductor"` calls."""
     import_inductor()
     compiled: Any = torch._inductor.compile_fx.compile_fx(module, inputs)
-    return compiled  # type: ignore[no-any-return]
+    return compiled
 
 
 def traced_value(node: Any) -> torch.Tensor:
