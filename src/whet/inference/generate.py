@@ -25,7 +25,9 @@ from whet.inference.kv_cache import probe_kv_cache
 from whet.inference.sampling import Sampling, rng_keys
 from whet.model.attention import native_attention
 from whet.model.modules import cache_works, eval_mode
+from whet.parallel.fsdp import is_sharded
 
+_SMALL_BATCH = 32
 _NO_TOKEN_ID = 1 << 30
 """Larger than any token id. With an empty eos_token_id transformers would fall back to the model's own."""
 
@@ -33,7 +35,7 @@ _NO_TOKEN_ID = 1 << 30
 @torch.inference_mode()
 def generate(
     model: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling, stop_ids: Sequence[int] = (), *,
-    pad_id: int = 0, batch_size: int = 32, limits: Sequence[int] | None = None, tool: Tool | None = None,
+    pad_id: int = 0, batch_size: int | None = None, limits: Sequence[int] | None = None, tool: Tool | None = None,
     decode: Callable[[Sequence[int]], str] | None = None, on_token: Callable[[int, int], None] | None = None,
     on_finished: Callable[[int], None] = lambda count: None,
 ) -> list[Completion]:  # fmt: skip
@@ -41,6 +43,7 @@ def generate(
 
     Args:
         stop_ids: tokens that end a completion; they are not part of it.
+        batch_size: prompts in progress at a time, as far as memory allows; `default_batch_size` if absent.
         limits: the maximum number of new tokens for each prompt; `sampling.max_new_tokens` if absent.
         tool: inserts tokens into completions, such as the result of a calculation.
         decode: decodes tokens; required by `sampling.stop`.
@@ -51,13 +54,22 @@ def generate(
         return []
     if sampling.stop and decode is None:
         raise WhetError("stop: stop strings are matched in decoded text; pass `decode`, a function that decodes tokens")
+    batch_size = batch_size or default_batch_size(model)
     limits = _clamp_to_context(model, prompts, limits or [sampling.max_new_tokens] * len(prompts))
     options = GenerationOptions(sampling, frozenset(stop_ids), decode, tool, on_token)
     with eval_mode(model):
         layers = probe_kv_cache(model, max(map(len, prompts)) + max(limits))
         if layers is None:
+            batch_size = min(batch_size, _SMALL_BATCH)  # whose memory nothing bounds
             return _generate_with_transformers(model, prompts, limits, options, pad_id, batch_size, on_finished)
         return Engine(model, options, layers).run(prompts, limits, batch_size, on_finished)
+
+
+def default_batch_size(model: nn.Module) -> int:
+    """On an accelerator a decode step with 256 sequences takes little longer than one with 32, which a sharded model
+    keeps: its ranks do not know how much memory the others have."""
+    is_small = next(model.parameters()).device.type == "cpu" or any(is_sharded(module) for module in model.modules())
+    return _SMALL_BATCH if is_small else 256
 
 
 def context_length(model: nn.Module) -> int | None:

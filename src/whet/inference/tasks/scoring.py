@@ -18,7 +18,7 @@ from whet.core.resources import available_cores
 from whet.data.conversation import Message
 from whet.data.render.renderer import Renderer
 from whet.inference.calculator_tool import calls_inline, make_calculator, with_tool_schema
-from whet.inference.generate import context_length, generate
+from whet.inference.generate import context_length, default_batch_size, generate
 from whet.inference.inference_model import InferenceModel
 from whet.inference.sampling import Sampling
 from whet.inference.tasks.task import AnsweredExample, Example, Task, TaskResult
@@ -26,7 +26,6 @@ from whet.model.attention import native_attention
 from whet.model.loss.output_head import read_output_head
 from whet.model.modules import model_body
 
-_EXAMPLES_PER_ROUND = 32  # of each rank, between two checks of the deadline
 _MAX_BATCH_TOKENS = 16_384  # of one forward pass over multiple-choice questions
 
 
@@ -61,7 +60,9 @@ def score_task(
     prompts = example_prompts(model, task, examples)
     baseline = baseline_score(task, examples)
     rank, world = (0, 1) if shares_model else (ranks.rank, ranks.world_size)
-    round_size = len(examples) if deadline is None else _EXAMPLES_PER_ROUND * world
+    round_size = len(examples)
+    if deadline is not None:  # it is checked after each round
+        round_size = default_batch_size(model.model) * world
     samples: list[AnsweredExample] = []
     with progress(f"scoring {task.name}", len(examples)) as bar:
         for start in range(0, len(examples), round_size):
