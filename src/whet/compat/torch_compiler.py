@@ -64,6 +64,7 @@ def enable_autograd_cache() -> None:
 @functools.cache
 def import_inductor() -> None:
     """`torch._inductor.compile_fx`: what the first compilation would import, which takes a second or two."""
+    import torch._inductor.compile_fx  # noqa: F401
     from torch._inductor.async_compile import shutdown_compile_workers
 
     atexit.unregister(shutdown_compile_workers)
@@ -88,7 +89,9 @@ def _end_compile_workers() -> None:
 def compile_with_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """`torch._inductor.compile_fx.compile_fx`: what `backend="inductor"` calls."""
     import_inductor()
-    compiled: Any = torch._inductor.compile_fx.compile_fx(module, inputs)
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(module, inputs)
     return compiled
 
 
