@@ -9,7 +9,6 @@ import os
 import py_compile
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -402,7 +401,9 @@ print(json.dumps([heavy.__cached__, child.stdout.strip()]))
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["without bytecode", "with bytecode"])
-def test_bytecode_is_kept_in_the_cache_where_python_writes_none(tmp_path: Path, is_compiled: bool) -> None:
+def test_bytecode_is_kept_in_the_cache_where_python_writes_none(
+    tmp_path: Path, is_compiled: bool, real_python: str
+) -> None:
     source, cache = tmp_path / "site" / "heavy.py", tmp_path / "cache"
     source.parent.mkdir()
     source.write_text("answer = 42\n")
@@ -414,7 +415,7 @@ def test_bytecode_is_kept_in_the_cache_where_python_writes_none(tmp_path: Path, 
     }  # fmt: skip
     environment.pop("PYTHONPYCACHEPREFIX", None)
     ended = subprocess.run(
-        [sys.executable, "-c", _PRINT_BYTECODE], env=environment, capture_output=True, text=True, check=True
+        [real_python, "-c", _PRINT_BYTECODE], env=environment, capture_output=True, text=True, check=True
     )
     own, child = map(Path, json.loads(ended.stdout))
     assert own == child
