@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -34,8 +35,35 @@ def test_foreach_functions_work_on_lists_of_tensors(private: ModuleType) -> None
     assert [tensor.tolist() for tensor in tensors] == [[4.0] * 3, [7.0] * 2]
     private.foreach_copy_(tensors, [torch.ones(3, dtype=torch.float64), torch.ones(2)])
     assert [tensor.tolist() for tensor in tensors] == [[1.0] * 3, [1.0] * 2]
-    private.foreach_zero_(tensors)
-    assert not any(tensor.any() for tensor in tensors)
+
+
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_a_fused_step_is_that_of_torchs_optimizer(private: ModuleType, is_skipped: bool) -> None:
+    ends = []
+    for take_step in (private.fused_adamw_step, torch_fused_step):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(shape)) for shape in ((3, 4), (5,), (2, 2))]
+        groups = [{"params": weights[:1], "weight_decay": 0.1, "betas": (0.8, 0.9)}, {"params": weights[1:], "lr": 0.3}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
+        for number in range(4):
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            if number == 0:
+                optimizer.step()  # creates the states
+                continue
+            weights[2].grad = None if number == 2 else weights[2].grad
+            found_inf = torch.ones(()) if is_skipped and number == 3 else torch.zeros(())
+            take_step(optimizer, torch.tensor(2.0), found_inf)
+        ends.append([*weights, *(value for weight in weights for value in optimizer.state[weight].values())])
+    assert len(ends[0]) == 12
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
+
+
+def torch_fused_step(optimizer: Any, inverse_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+    optimizer.grad_scale, optimizer.found_inf = inverse_scale, found_inf
+    optimizer.step()
+    optimizer.grad_scale = optimizer.found_inf = None
 
 
 def test_a_flat_bucket_is_taken_apart_again(private: ModuleType) -> None:

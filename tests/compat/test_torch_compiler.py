@@ -111,3 +111,22 @@ def test_a_compiled_run_ends_without_a_word_of_filelock(real_python: str, shippe
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "Exception ignored" not in ended.stderr
+
+
+def test_only_a_concatenation_for_matrix_products_is_computed_in_place(private: ModuleType) -> None:
+    from torch._inductor import ir
+    from torch._inductor.lowering import lowerings
+
+    aten = torch.ops.aten
+    assert aten.cat.default in lowerings
+    assert callable(ir.ConcatKernel.create)
+    graph = torch.fx.Graph()
+    one, other = graph.placeholder("one"), graph.placeholder("other")
+    cat = graph.call_function(aten.cat.default, ([one, other], 1))
+    assert not private._feeds_products(cat)
+    viewed = graph.call_function(aten.view.default, (cat, [2, 2]))
+    graph.call_function(aten.mm.default, (viewed, one))
+    graph.call_function(aten.mm.default, (graph.call_function(aten.permute.default, (viewed, [1, 0])), one))
+    assert private._feeds_products(cat)
+    graph.call_function(aten.sum.dim_IntList, (viewed, [0]))
+    assert not private._feeds_products(cat)

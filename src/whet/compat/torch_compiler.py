@@ -86,9 +86,42 @@ def _end_compile_workers() -> None:
         process.wait()
 
 
+@functools.cache
+def concatenate_in_place() -> None:
+    """`torch._inductor.lowering.lowerings`: of a concatenation that only matrix products read, each part is computed
+    into its place (`ir.ConcatKernel`). Inductor would write all of it with one kernel that computes every part for
+    every element: 25 µs instead of 9 for the gradients of queries, keys and values of 3,700 tokens of SmolLM2."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import lowerings
+    from torch._inductor.virtualized import V
+
+    cat = torch.ops.aten.cat.default
+    lower = lowerings[cat]
+
+    def lower_cat(inputs: Any, dim: int = 0) -> Any:
+        is_mixed = len({(each.get_dtype(), each.get_device().type, len(each.get_size())) for each in inputs}) > 1
+        if len(inputs) == 1 or is_mixed or inputs[0].get_device().type == "cpu" or not _feeds_products(V.current_node):
+            return lower(inputs, dim)
+        rank = len(inputs[0].get_size())
+        return ir.TensorBox(ir.ConcatKernel.create(inputs, dim % rank))
+
+    lowerings[cat] = lower_cat
+
+
+def _feeds_products(node: torch.fx.Node) -> bool:
+    """Whether only matrix products read this node, or views of it."""
+    aten = torch.ops.aten
+    views = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.t.default)
+    return bool(node.users) and all(
+        user.target in (aten.mm.default, aten.addmm.default) or (user.target in views and _feeds_products(user))
+        for user in node.users
+    )
+
+
 def compile_with_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """`torch._inductor.compile_fx.compile_fx`: what `backend="inductor"` calls."""
     import_inductor()
+    concatenate_in_place()
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(module, inputs)

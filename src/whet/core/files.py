@@ -32,10 +32,10 @@ def cache_dir() -> Path:
 
 
 def keep_bytecode(package: str = "torch") -> None:
-    """Keep compiled Python modules in whet's cache if `package` has none beside its source and Python writes none there.
+    """Keep compiled Python modules in whet's cache if `package` has none beside its source and Python writes none.
 
-    So it is in many containers, which set PYTHONDONTWRITEBYTECODE: every start then compiles the source of torch and
-    transformers again, which takes seconds. Processes started later do the same. Only for processes that are whet alone.
+    Many containers set PYTHONDONTWRITEBYTECODE: every start then compiles the source of torch and transformers again,
+    which takes seconds. Child processes inherit this. Only for processes that are whet alone.
     """
     spec = None if sys.pycache_prefix else importlib.util.find_spec(package)
     if spec is None or spec.cached is None or os.path.exists(spec.cached):  # noqa: PTH110 - pathlib takes longer

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.compat.torch_compiler import compiled_graph_count
-from whet.compat.torch_private import foreach_add_, foreach_copy_, foreach_zero_, has_forward_hooks, release_graph_pool
+from whet.compat.torch_private import foreach_add_, foreach_copy_, has_forward_hooks, release_graph_pool
 from whet.core.console import warn
 from whet.core.errors import WhetError, first_line
 from whet.execution.recompute import has_dropout
@@ -31,7 +31,7 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 _LAUNCH_BOUND_S = 0.005
 """A layer whose two passes take longer than this at the device's peak FLOP/s is not launch-bound."""
 MAX_GRADIENT_BYTES = 2**30
-"""Gradients are allocated a second time for the graphs."""
+"""Gradients are allocated a second time for the graphs, a third time if micro-batches accumulate them."""
 _MAX_GRADIENT_SHARE = 1 / 32
 """Of a large device's memory, unless memory is scarce: adapters of all experts of Qwen3-30B-A3B have 2.4 GiB of
 gradients, and its layers take the host twice as long as an H200."""
@@ -240,17 +240,17 @@ class GraphedHidden:
         if generation != self._generation:
             raise RuntimeError("backward is too late: a later forward pass or release has reused the graph's memory")
         graphs.d_hidden.copy_(d_hidden)
-        self._gradients.load_gradients()
+        self._gradients.vacate()
         graphs.backward()
-        self._gradients.assign_gradients()
+        self._gradients.accumulate()
 
 
 class StaticGradients:
-    """The trained weights that hidden states depend on, and gradient sums at fixed addresses.
+    """The trained weights that hidden states depend on, and buffers at fixed addresses for their gradients.
 
-    The graph itself accumulates gradients into the sums, so autograd must not: while it is captured, the model computes
-    with aliases of the weights, parameters of their own that share memory. Autograd accumulates what the output head
-    adds to the gradient of a tied weight.
+    The graphs write gradients into the buffers, so autograd must not accumulate them: during capture, the model
+    computes with aliases of the weights, parameters of their own that share memory. In a step of one micro-batch the
+    buffers are the weights' gradients, and nothing has to be zeroed or added.
     """
 
     def __init__(self, root: LossModel) -> None:
@@ -261,7 +261,7 @@ class StaticGradients:
             if weight.requires_grad
         ]
         self.weights = [weight for _, _, weight in self._slots]
-        self.sums: list[Tensor] = []
+        self.buffers: list[Tensor] = []
         self.aliases: list[nn.Parameter] = []
 
     @property
@@ -270,10 +270,10 @@ class StaticGradients:
         return len(set(map(id, self.weights))) == len(self.weights)
 
     def release(self) -> None:
-        self.sums, self.aliases = [], []
+        self.buffers, self.aliases = [], []
 
     def allocate(self) -> None:
-        self.sums = self.sums or [torch.zeros_like(weight, dtype=weight.grad_dtype) for weight in self.weights]
+        self.buffers = self.buffers or [torch.zeros_like(weight, dtype=weight.grad_dtype) for weight in self.weights]
         self.aliases = [nn.Parameter(weight.detach()) for weight in self.weights]
 
     @contextlib.contextmanager
@@ -287,20 +287,24 @@ class StaticGradients:
             for module, name, weight in self._slots:
                 module.register_parameter(name, weight)
 
-    def load_gradients(self) -> None:
-        """Initialize the sums with the gradients that the weights have."""
-        pairs = list(zip(self.weights, self.sums, strict=True))
-        without = [total for weight, total in pairs if weight.grad is None]
-        others = [(total, grad) for weight, total in pairs if (grad := weight.grad) is not None and grad is not total]
-        if without:
-            foreach_zero_(without)
-        if others:
-            foreach_copy_([total for total, _ in others], [grad for _, grad in others])
+    def vacate(self) -> None:
+        """Before a replay overwrites the buffers: copy the gradients of an earlier micro-batch out of them."""
+        for weight, buffer in zip(self.weights, self.buffers, strict=True):
+            if weight.grad is buffer:
+                weight.grad = buffer.clone()
 
-    def assign_gradients(self) -> None:
-        """Make the sums the gradients of the weights."""
-        for weight, total in zip(self.weights, self.sums, strict=True):
-            weight.grad = total
+    def accumulate(self) -> None:
+        """After a replay: add the buffers to the gradients of the weights; where there is none, the buffer becomes it.
+        A tied weight may have one from the output head."""
+        sums, addends = [], []
+        for weight, buffer in zip(self.weights, self.buffers, strict=True):
+            if weight.grad is None:
+                weight.grad = buffer
+            else:
+                sums.append(weight.grad)
+                addends.append(buffer)
+        if sums:
+            foreach_add_(sums, addends)
 
 
 class GraphPair:
@@ -326,7 +330,7 @@ class GraphPair:
         assert result is not None
         # an unused weight is an error: the model may use it in another way, and would not learn it
         found = torch.autograd.grad(result, self._gradients.aliases, self.d_hidden)
-        foreach_add_(self._gradients.sums, found)
+        foreach_copy_(self._gradients.buffers, found)
 
 
 class _ReplayFunction(torch.autograd.Function):

@@ -276,7 +276,7 @@ def squared_gradient_norm(parameters: list[nn.Parameter], ranks: Ranks) -> Tenso
     by_replicas: dict[int, list[Tensor]] = {}  # a gradient that n processes hold counts 1/n on each
     for parameter in parameters:
         if parameter.grad is not None:
-            replicas = replica_count(parameter.grad, ranks)
+            replicas = 1 if ranks.world_size == 1 else replica_count(parameter.grad, ranks)
             by_replicas.setdefault(replicas, []).append(local_tensor(parameter.grad))
     squares = []
     for replicas, gradients in by_replicas.items():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from whet.compat.torch_private import foreach_mul_
+from whet.compat.torch_private import foreach_mul_, fused_adamw_step
 from whet.core.errors import WhetError
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.dtensor import local_tensor
@@ -211,8 +211,11 @@ def forget_decision(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _torch_fused_step(optimizer: Any, inverse_scale: Tensor, found_inf: Tensor | None) -> None:
-    """A step of torch's fused AdamW, whose kernel divides gradients by `inverse_scale` and skips if `found_inf` is 1:
-    the interface of torch.amp.GradScaler."""
+    """A step of torch's fused AdamW: its kernel divides gradients by `inverse_scale` and skips if `found_inf` is 1."""
+    if all(map(optimizer.state.get, _weights(optimizer))):
+        fused_adamw_step(optimizer, inverse_scale, found_inf)
+        return
+    # the first step creates the states; the interface of torch.amp.GradScaler
     optimizer.grad_scale, optimizer.found_inf = inverse_scale, found_inf
     try:
         optimizer.step()
