@@ -52,10 +52,13 @@ class TrainedModel:
         read_base: Callable[[str], Tensor] | None = None,
     ) -> None:  # fmt: skip
         """`read` returns the weights of placeholders, `read_base` weights before training. A model larger than
-        `max_bytes` is computed layer by layer."""
+        `max_bytes` is computed layer by layer; one of half that size is read once and kept in host memory, because
+        files, comparison and logits need every weight."""
         self.model = model.eval()
         self.language_model = unwrap_peft(model)
-        self._read, self._read_base, self._max_bytes = read, read_base, max_bytes
+        self._read_base, self._max_bytes = read_base, max_bytes
+        size = sum(weight.nbytes for weight in model.parameters() if is_placeholder(weight))
+        self._read = functools.cache(read) if read is not None and 2 * size <= max_bytes else read
         self._names = {id(weight): name for name, weight in self.language_model.named_parameters()}
         """By identity: tied weights have one name."""
 
