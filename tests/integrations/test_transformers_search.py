@@ -221,7 +221,7 @@ def test_an_argument_that_the_script_does_not_take_ends_the_search_with_its_firs
     ended = search_plain(tmp_path, whet, "misspelt")
     assert ended.code == 1
     assert "script: trial 0 failed before its first step" in ended.err
-    assert "unrecognized arguments: --learning_rate. Correct script.command or script.arguments" in ended.err
+    assert "unrecognized arguments: --learning_rate. Correct the script, script.command" in ended.err
     assert "trial 1" not in ended.err
     corrected = search_plain(tmp_path, whet, "plain")  # in the same folder
     assert corrected.code == 0, corrected.err

@@ -153,10 +153,11 @@ class Controller:
             self._failed_start = ""
             return
         if end.exit_code == ExitCode.USAGE or end.reason == self._failed_start:
+            command = shlex.join(trial.config.script.argv())
             raise ScriptStartError(
-                f"script: trial {trial.number} failed before its first step, and so would the others: {end.reason}. "
-                f"Correct script.command or script.arguments; it ran `{shlex.join(trial.config.script.argv())}`, and "
-                f"{self._folder / 'logs'} has what it printed"
+                f"script: trial {trial.number} failed before its first step, and so would the others: "
+                f"{end.reason.rstrip('.')}. Correct the script, script.command or script.arguments. It ran `{command}` "
+                f"and {self._folder / 'logs'} has what it printed"
             )
         self._failed_start = end.reason
 
