@@ -271,6 +271,25 @@ def foreign_checkpoints(desk: Desk) -> None:
         save(tensors, checkpoint_id=folder, no_dist=True)
 
 
+def page_files(name: str, changes: dict[str, str]) -> Hook:
+    """The files that a page shows, whose first line is their name, with changes for this machine."""
+
+    def write_all(desk: Desk) -> None:
+        page = page_named(name).read_text()
+        for there, here in changes.items():
+            assert there in page
+            page = page.replace(there, here)
+        for file, text in re.findall(r"```(?:yaml|python)\n# (\S+)\n(.*?)```", page, flags=re.DOTALL):
+            Path(file).write_text(text)
+
+    return write_all
+
+
+def other_test_text(desk: Desk) -> None:
+    """Validation texts that are not among the training texts."""
+    Path("test.jsonl").write_text(Path("test.jsonl").read_text().replace("hello", "the quick"))
+
+
 def new_users_files(desk: Desk) -> None:
     """A spreadsheet, a dump with broken lines, GPT-NeoX's files, and a script of TRL's with a search over it."""
     import openpyxl
@@ -377,6 +396,30 @@ PLACES: dict[str, Place] = {
     "search.md": Place((ranges,), before={"search my.yaml --lr": long_recipe}),
     "serving.md": Place((other_runs("runs/support", "runs/legal"),), TINY, before={"serve runs/my --host": token}),
     "training.md": Place(words=TINY | {r"\[10,12\]": "[2,3]"}),
+    "walks/neox-slurm.md": Place(
+        (
+            new_users_files,
+            other_test_text,
+            page_files("walks/neox-slurm.md", {"nodes: 2\n  gpus: 4 ": "processes: 1 "}),
+        ),
+        before={"import config": remove("my.yaml"), "runs show": command("train", "mine.yaml")},
+    ),
+    "walks/sharegpt.md": Place((new_users_files,), TINY, SAY),
+    "walks/spreadsheet.md": Place((new_users_files,), TINY, SAY),
+    "walks/trl-sweep.md": Place(
+        (
+            new_users_files,
+            page_files(
+                "walks/trl-sweep.md",
+                {
+                    "python sft.py\n": f"{sys.executable} sft.py\n",
+                    "steps: 60": "steps: 4",
+                    '"wandb"': '"none"',
+                    "Qwen/Qwen3-0.6B": "tiny",
+                },
+            ),
+        )
+    ),
     "watching.md": Place((other_runs("runs/a", "runs/b"),), {"^1234$": "7"}),
 }
 

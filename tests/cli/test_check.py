@@ -32,11 +32,13 @@ def test_clean_data_passes(check: Any, tmp_path: Path, form: str) -> None:
     found.passed()
     checks = [each["check"] for each in found.checks]
     assert checks == [
-        "kept", "end of turn", "overlap", "store", "ids", "template", "steps", "vocabulary", "leak", "positions",
+        "kept", "end of turn", "overlap", "store", "ids", "template", "steps", "vocabulary", "leak", "time",
+        "positions",
     ]  # fmt: skip
     assert "40 of 40 conversations kept" in found.texts("kept", "ok")
     assert "supervised in 100.0%" in found.texts("end of turn", "ok")
     assert "40 conversations, rendered again" in found.texts("ids", "ok")
+    assert " s of training on this CPU, for " in found.texts("time", "ok")
 
 
 def test_token_files_pass(check: Any, write: Any, whet: Any, tmp_path: Path) -> None:
@@ -68,9 +70,9 @@ def test_each_finding_is_one_line(whet: Any, recipe: str) -> None:
     ended = whet("check", recipe)
     assert ended.out == ""
     lines = [line for line in ended.err.splitlines() if not line.startswith(("preparing", "loading"))]
-    assert len(lines) == 15
+    assert len(lines) == 16
     assert all(line.startswith("✓ ") for line in lines[:-1])
-    assert lines[-1] == "→ ready to train: 0 faults, 0 warnings, 14 checks"
+    assert lines[-1] == "→ ready to train: 0 faults, 0 warnings, 15 checks"
 
 
 def test_further_lines_are_indented_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +97,7 @@ def test_quiet_prints_nothing_without_faults(
     first, last = ended.err.splitlines()
     assert ended.code == 1
     assert first.startswith(f"✗ bad lines: {tmp_path / 'data.jsonl'}:1: not valid JSON")
-    assert last == "→ not ready to train: 1 fault, 1 warning, 12 checks"
+    assert last == "→ not ready to train: 1 fault, 1 warning, 13 checks"
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,25 @@ def test_exact_duplicates(check: Any, write: Any, talk: Any) -> None:
     check("data.deduplicate=true").passed()
 
 
+def test_nearly_the_same_question_with_another_answer(check: Any, write: Any) -> None:
+    def asks(question: str, answer: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+    price = asks("What does shipping to Bonn cost?", "It costs 4 euros.")
+    file = write(price, asks("what does shipping  to Bonn cost", "It costs 4 euros!"), good=range(40))
+    check().passed()  # the same answer
+    write(price, asks("What does shipping to Bonn cost? Thank you!", "It costs 9 euros."), good=range(40))
+    found = check()
+    found.warning("answers", "2 of 42 conversations", f"such as {file}:1 and {file}:2", "keep one answer")
+    write(price, asks("What does shipping to Ulm cost? Thank you!", "It costs 9 euros."), good=range(40))
+    check().passed()
+    both = (asks("Is this a good review? Loved it!", "Yes."), asks("Is this a good review? Hated it!", "No."))
+    write(*both, good=range(40))
+    check().passed()  # the short sentence is what the question is about: it never stands without one
+    write(asks("Hi there", "Hello!"), asks("Hi there", "Good morning!"), good=range(40))
+    check().passed()
+
+
 def test_validation_that_is_trained_on(check: Any, write: Any, talk: Any) -> None:
     write()
     held = write(good=range(50, 60), name="held.jsonl")
@@ -61,7 +80,7 @@ def test_truncated_answers(check: Any, write: Any, talk: Any) -> None:
     file = write()
     cut = ("data.max_length=64", "data.too_long=truncate")
     check(*cut).passed()
-    write(*(talk(i, answer=LONG + str(i)) for i in range(10)))
+    write(*(talk(i, answer=LONG + str(i)) for i in range(100, 110)))
     found = check(*cut)
     found.fault(
         "truncation", "10 of 50 conversations (20.0%)", f"first {file}:1", "data.max_length = 64", "data.too_long=split"

@@ -176,6 +176,10 @@ folder, rate = Path(trial["folder"]), float(sys.argv[1].removeprefix("--learning
 name = Path(sys.argv[0]).stem
 if name == "fail":
     raise RuntimeError("a bad batch")
+if name == "misspelt":
+    print("misspelt.py: error: unrecognized arguments: --learning_rate", file=sys.stderr)
+    sys.exit(2)
+print(os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"])
 folder.mkdir(parents=True, exist_ok=True)
 if name != "nothing":
     with open(folder / "metrics.jsonl", "a") as file:
@@ -209,6 +213,37 @@ def test_a_script_that_fails_or_has_no_callback_ends_the_search_with_the_reason(
     assert ended.code in (1, 3)
     assert reason in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_an_argument_that_the_script_does_not_take_ends_the_search_with_its_first_trial(
+    tmp_path: Path, whet: Any
+) -> None:
+    ended = search_plain(tmp_path, whet, "misspelt")
+    assert ended.code == 1
+    assert "script: trial 0 failed before its first step" in ended.err
+    assert "unrecognized arguments: --learning_rate. Correct the script, script.command" in ended.err
+    assert "trial 1" not in ended.err
+    corrected = search_plain(tmp_path, whet, "plain")  # in the same folder
+    assert corrected.code == 0, corrected.err
+
+
+def test_a_script_that_fails_twice_before_its_first_step_ends_the_search(tmp_path: Path, whet: Any) -> None:
+    ended = search_plain(tmp_path, whet, "fail")
+    assert ended.code == 1
+    assert "trial 0 failed after step 0" in ended.err  # it might have been its values
+    assert "script: trial 1 failed before its first step, and so would the others: exit code 1" in ended.err
+    assert "trial 2" not in ended.err
+
+
+def test_all_starts_of_a_trial_are_one_run_in_wandb(tmp_path: Path, whet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    assert search_plain(tmp_path, whet, "plain").code == 0
+    logs = [file.read_text().splitlines() for file in sorted((tmp_path / "search" / "logs").glob("trial-*.log"))]
+    assert len(logs) == 4
+    assert all(len(set(starts)) == 1 for starts in logs)
+    assert len(logs[0]) > 1  # it continued at a rung
+    assert len({starts[0] for starts in logs}) == 4
+    assert logs[0][0].endswith("-000 allow")
 
 
 def test_slurm_is_for_recipes(tmp_path: Path, whet: Any) -> None:

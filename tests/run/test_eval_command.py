@@ -157,6 +157,29 @@ def test_data_is_read_as_the_run_read_its_own(whet: Any, recipe: str, tmp_path: 
     assert "rows and tokens are alternatives" in both.err
 
 
+def test_a_recipe_says_how_a_model_s_data_is_read(whet: Any, evaluated: Json, recipe: str, tmp_path: Path) -> None:
+    """The base then has the loss that a run of the recipe measures before its first step, also in marked text."""
+    text = "<|endoftext|>What follows {0}?<|endoftext|><|im_start|>{1}, of course.<|im_start|>"
+    lines = [json.dumps({"text": text.format(n, n + 1)}) + "\n" for n in range(40)]
+    (tmp_path / "marked.jsonl").write_text("".join(lines))
+    (tmp_path / "mine.yaml").write_text(
+        f"extends: {Path(recipe).absolute()}\ndata:\n  sources: [{{path: {tmp_path}/marked.jsonl, format: marked}}]\n"
+        "  markers: {user: {text: '<|endoftext|>'}, assistant: {text: '<|im_start|>'}, append_eod: false}\n"
+        f"run: {{dir: {tmp_path}/run, seed: 3}}\n"
+    )
+    ended = whet("train", tmp_path / "mine.yaml", "train.steps=1", "data.validation={fraction: 0.2}")
+    assert ended.code == 0, ended.err
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    base = evaluated("builtin:tiny", "--data", tmp_path / "mine.yaml", "data.validation={fraction: 0.2}")
+    assert base["val_loss"] == pytest.approx(first["val_loss"], rel=1e-5)
+    everything = evaluated("builtin:tiny", "--data", tmp_path / "mine.yaml", "data.validation=null")
+    assert everything["val_loss"] != base["val_loss"]
+    refused = whet("eval", tmp_path / "run", "--data", tmp_path / "mine.yaml")
+    assert refused.code == 1
+    assert "is a recipe" in refused.err
+    assert "--data FILE" in refused.err
+
+
 def test_a_yaml_list_of_tasks_and_options(evaluated: Json, run: Path, material: Path) -> None:
     own = f"{material}/own.jsonl"
     tasks = f"[{{path: {own}, name: mine, scorer: contains, examples: 3, max_new_tokens: 1}}, {own}:exact]"

@@ -238,4 +238,6 @@ def test_parts_that_took_no_time_are_not_mentioned() -> None:
     assert watch.is_done
     assert list(seconds) == ["first_step_s", *PARTS]
     seconds |= dict.fromkeys(PARTS, 0.0) | {"first_step_s": 3.0, "load_s": 1.0, "step_s": 2.0}
-    assert startup_summary(seconds) == "first step after 3.0 s: 1.0 s model, 2.0 s the step"
+    text = "first step after 3.0 s: 1.0 s model, 2.0 s the step"
+    assert startup_summary(seconds) == text
+    assert startup_summary(seconds, 570) == f"{text}; about 19 min for the 570 to come"

@@ -183,6 +183,23 @@ def test_trials_that_all_crash_are_an_error_that_names_one(make_plan):
         run(make_plan("search.max_trials=4"), place)
 
 
+def test_the_bar_shows_the_steps_of_running_trials(make_plan, monkeypatch):
+    notes = []
+    monkeypatch.setattr("whet.core.console.ProgressBar.advance", lambda bar, n=1, note="": notes.append(note))
+    place = CurvePlace()
+    started = place.start
+
+    def start(trial):
+        trial.folder.mkdir(parents=True, exist_ok=True)
+        (trial.folder / "status.json").write_text(json.dumps({"step": 3}))
+        started(trial)
+
+    place.start = start
+    run(make_plan("search.max_trials=3", "search.method=random", "search.concurrent=2"), place)
+    assert any("trial 1 step 3/64" in note for note in notes)
+    assert any("best val_loss" in note for note in notes)
+
+
 def test_the_best_recipe_is_ready_and_the_results_are_json(make_plan):
     plan = make_plan("search.max_trials=5", "search.method=tpe")
     result = run(plan, CurvePlace())

@@ -23,7 +23,12 @@ def evaluate(
         typer.Option(help="Tasks to score: names and files, such as orders,my.jsonl:number, or a YAML list."),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Measure the loss on this file instead of the run's validation data.")
+        str | None,
+        typer.Option(
+            metavar="FILE|CONFIG",
+            help="Measure the loss on this file instead of the run's validation data. For a model that is no run, also "
+            "a recipe: on its validation data, or else its training data, read with its format and markers.",
+        ),
     ] = None,
     against: Annotated[
         str | None, typer.Option(help="A run, a model or the file of an earlier evaluation to compare with.")

@@ -36,13 +36,23 @@ class Costs:
         return asdict(self)
 
     def __str__(self) -> str:
-        size, unit = (3600, "h") if self.seconds >= 3600 else (60, "min") if self.seconds >= 60 else (1, "s")
+        size, unit = _time_unit(self.seconds)
         parts = [f"{self.seconds / size:.3g} {unit}", f"{self.device_hours:.3g} device hours"]
         if self.kwh is not None:
             parts.append(f"{self.kwh:.3g} kWh")
         if self.money is not None:
             parts.append(f"price {self.money:,.2f}" if self.money >= 0.01 else f"price {self.money:.1g}")
         return ", ".join(parts)
+
+
+def format_estimate(seconds: float) -> str:
+    """Two digits: 19 min, 1.4 h."""
+    size, unit = _time_unit(seconds)
+    return f"{seconds / size:.{0 if seconds >= 9.5 * size else 1}f} {unit}"
+
+
+def _time_unit(seconds: float) -> tuple[int, str]:
+    return (3600, "h") if seconds >= 3600 else (60, "min") if seconds >= 60 else (1, "s")
 
 
 def read_sessions(run: Path) -> list[dict[str, Any]]:

@@ -96,7 +96,7 @@ class SearchTrial:
     """The step after which the script evaluates, saves a checkpoint and ends."""
 
     def as_env(self) -> dict[str, str]:
-        """With names for the script's own W&B runs, of which a trial that continues has one more at each rung."""
+        """With names for the script's own W&B runs."""
         folder = Path(self.folder)
         names = {"WANDB_NAME": folder.name, "WANDB_RUN_GROUP": folder.parent.name}
         return {_TRIAL: json.dumps(asdict(self)), **{key: os.environ.get(key, name) for key, name in names.items()}}

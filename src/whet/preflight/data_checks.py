@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from whet.data.render.renderer import (
     Renderer,
 )
 from whet.data.render.template_text import PROBE, PROBE_TOOL
+from whet.preflight.conflicting_answers import describe_conflicts, find_conflicting_answers
 from whet.preflight.straddling_tokens import StraddlingTokens, find_straddling_tokens
 from whet.run.data import RunData, describe_step, make_plan
 
@@ -193,6 +195,21 @@ def check_duplicates(data: RunData, accounts: Sequence[dict[str, Any]]) -> Itera
         yield Finding("overlap", "fault", text)
     else:
         yield Finding("overlap", "ok", "no validation conversation is in the training data")
+
+
+_MAX_COMPARED = 100_000
+"""Questions of a source that are compared with each other."""
+
+
+def check_answers(config: Config, data: RunData) -> Iterator[Finding]:
+    """Nearly the same question with different answers."""
+    items: list[Iterator[object]] = []
+    for source in config.data.sources:
+        reader = SourceReader(source)
+        items.append(map(reader.parse, itertools.islice(reader.records(), _MAX_COMPARED)))
+    groups = find_conflicting_answers(itertools.chain.from_iterable(items))
+    if groups:
+        yield Finding("answers", "warning", describe_conflicts(groups, len(data.train.store)))
 
 
 # The store and the template

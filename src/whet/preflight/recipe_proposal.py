@@ -24,6 +24,7 @@ from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, PlainText
 from whet.data.read.sources import SourceReader, expected_records, propose_source
 from whet.model.load.weight_files import locate_model
+from whet.preflight.conflicting_answers import describe_conflicts, find_conflicting_answers
 from whet.run.data import prepare_data
 
 DEFAULT_MODEL = "builtin:smollm2"
@@ -151,6 +152,8 @@ def _summarize(source: Source, is_guessed: bool, model: str) -> DataSummary:
     is_text = any(isinstance(item, PlainText) for item in items)
     good = [item for item in items if isinstance(item, (Conversation, PlainText))]
     bad = tuple(item for item in items if isinstance(item, BadRecord))
+    if conflicts := find_conflicting_answers(items):
+        warn(describe_conflicts(conflicts, len(good)))
     lengths, lengths_note = _count_tokens(source, model), ""
     if lengths is None:
         lengths = [int(_characters(item) / _CHARACTERS_PER_TOKEN) + 16 for item in good]

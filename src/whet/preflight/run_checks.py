@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from whet.config import Config
+from whet.core.costs import format_estimate
 from whet.core.errors import ExitCode, WhetError, describe_error
 from whet.core.resources import device_count
 from whet.data.prepare.tokenize import BadLineError
 from whet.preflight.data_checks import (
     Finding,
     Level,
+    check_answers,
     check_duplicates,
     check_ledger,
     check_step_count,
@@ -23,6 +27,10 @@ from whet.run.step_rows import describe_shortage, find_shortage, most_rows, step
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from whet.core.distributed import Ranks
+    from whet.model.loss.loss_model import LossModel
+    from whet.training.precision import PrecisionPolicy
 
 _MAX_UNUSED_ROWS = 0.1
 """Embeddings are often padded for speed; a larger share of unused rows is suspicious."""
@@ -40,7 +48,8 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
 
     try:
         tokens = len(load_run_tokenizer(config) if data is None else data.tokenizer)
-        device = init_distributed(kind=config.run.device).device
+        ranks = init_distributed(kind=config.run.device)
+        device = ranks.device
         precision = choose_precision(config, device)
         model = build_model(config, precision, device, tokens, typical=0 if data is None else data.typical_length)
     except VocabularyError as error:
@@ -83,9 +92,38 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
         yield Finding("leak", "fault", str(error))
     except (RuntimeError, ImportError, ArithmeticError, LookupError) as error:
         yield Finding("leak", "fault", _model_error_text(config, "fails on two packed conversations", error))
+    else:
+        if data is not None and device.type == "cpu":
+            yield _time_finding(config, data, root, ranks, precision)
     if data is not None:
         own = model.config.get_text_config()  # type: ignore[union-attr, operator]
         yield _position_finding(data, getattr(own, "max_position_embeddings", None))
+
+
+def _time_finding(config: Config, data: RunData, root: LossModel, ranks: Ranks, precision: PrecisionPolicy) -> Finding:
+    """From one micro-batch: on a CPU, a training that takes days is easily started."""
+    from whet.run.models.model_builder import make_loader
+
+    plan = make_plan(config, data)
+    plan = plan.unpacked(data.train.store.lengths) if root.unpacked else plan
+    with contextlib.closing(make_loader(config, data.train.store, plan, ranks, root)) as loader:
+        _, batch = next(loader.micro_batches(plan.last_step - len(plan)))
+    root.train()
+    passed = 0.0
+    for _ in range(2):  # the first of a small model takes longer than later ones
+        if passed > 1:
+            break
+        began = time.monotonic()
+        try:
+            with precision.autocast(ranks.device):
+                loss = root(batch, 1 / max(1, len(batch.supervised_at)))
+            loss.objective.backward()
+        except (RuntimeError, ArithmeticError, LookupError) as error:
+            return Finding("time", "fault", _model_error_text(config, "fails on the first batch", error))
+        passed = time.monotonic() - began
+    seconds = passed / len(batch.tokens) * plan.stats.tokens
+    text = f"about {format_estimate(seconds)} of training on this CPU, for {len(plan):,} steps, without evaluations"
+    return Finding("time", "ok", f"{text}. Shorter: train.epochs, or a smaller model")
 
 
 def _model_error_text(config: Config, what: str, error: Exception) -> str:
@@ -211,6 +249,7 @@ def _all_findings(config: Config) -> Iterator[Finding]:
             if (hint := store.describe_ledger_lines()) is not None:
                 yield Finding("ledger", "ok", hint)
         yield from check_duplicates(data, accounts)
+        yield from check_answers(config, data)
         yield from check_store(config, data)
     yield from _template_findings(config, data)
     if data is not None:

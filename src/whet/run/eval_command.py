@@ -36,6 +36,7 @@ from whet.model.load.weight_files import locate_model, require_certified_files
 from whet.model.lora.peft_adapters import unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.packing_check import require_finite_logits
+from whet.parallel.config import ParallelConfig
 from whet.registry.references import pin_version
 from whet.registry.registry import PREFIX
 from whet.run.data import RunData, load_ledger_data, load_run_tokenizer, prepare_data, require_same_tokenizer
@@ -56,7 +57,7 @@ class EvaluationRequest:
     tasks: str | None = None
     """Names and files separated by commas, or a YAML list."""
     data: str | None = None
-    """A file to compute the loss on."""
+    """A file to compute the loss on; for a model, also a recipe, which says how its data is read."""
     against: str | None = None
     """A run, a model, or the result file of an earlier evaluation."""
     base: bool = True
@@ -130,11 +131,20 @@ def _tasks_as_yaml(tasks: str) -> str:
 def _evaluation_config(request: EvaluationRequest) -> Config:
     """The run's configuration with the user's changes; for a model, the defaults with its path."""
     run = find_run(request.reference)
+    is_recipe = (request.data or "").endswith((".yaml", ".yml"))
     if run is None:
+        model = f"model.path={json.dumps(request.reference)}"
+        if is_recipe:  # its data; the model is whole already, and as it was saved
+            config = read_config(user_path(request.data or ""), [model, *request.config_overrides()])
+            return config.model_copy(update={"adapter": None, "quantize": None, "parallel": ParallelConfig()})
         sources = [{"path": request.data or "builtin:orders"}]
-        keys = [f"model.path={json.dumps(request.reference)}", f"data.sources={json.dumps(sources)}"]
-        return load_config(Config, None, [*keys, *request.config_overrides()])
+        return load_config(Config, None, [model, f"data.sources={json.dumps(sources)}", *request.config_overrides()])
     path, _ = run
+    if is_recipe:
+        raise WhetError(
+            f"--data: {request.data} is a recipe, and {path} is a run, which has its own format and markers. Give the "
+            "data file: --data FILE"
+        )
     config = read_run_config(path, request.config_overrides())
     if request.data is not None:
         validation = {"sources": [{"path": request.data, **_common_format(config.data.sources, request.data)}]}
@@ -238,11 +248,11 @@ def _evaluate_model(reference: str, config: Config, ranks: Ranks, with_loss: boo
     precision = PrecisionPolicy("fp64" if dtype == torch.float64 else "as saved", dtype, dtype)
     losses: dict[str, float] = {}
     if with_loss:
-        prepared = prepare_data(config)
-        store = prepared.train.store
-        data = dataclasses.replace(
-            prepared, validation=store, validation_documents=np.arange(len(store), dtype=np.int64)
-        )  # fmt: skip
+        data = prepare_data(config)
+        if data.validation is None:
+            store = data.train.store
+            every = np.arange(len(store), dtype=np.int64)
+            data = dataclasses.replace(data, validation=store, validation_documents=every)
         install_attention(config, loaded.model, precision, ranks.device, data.typical_length)
         losses = _validation_losses(config, data, loaded.model, ranks, precision)
     task_results = evaluate_tasks(config, loaded.renderer, LossModel(loaded.model), ranks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 from whet.core.console import ProgressBar, info, progress, warn
 from whet.core.errors import ExitCode, StoppedError, WhetError
 from whet.core.files import hash_json
+from whet.core.run_folder import read_status
 from whet.core.signals import collect_stop_signals
 from whet.search.brackets import Bracket, choose_bracket
 from whet.search.config import SearchConfig
@@ -54,6 +56,12 @@ _MAX_REJECTED = 20
 _MAX_LISTED = 1000
 """Combinations of choices and integers, up to which none is drawn twice. Beyond, twice is rare."""
 _POLL_S = 0.5
+_MAX_SHOWN = 3
+"""Running trials whose steps the progress bar shows."""
+
+
+class ScriptStartError(WhetError):
+    """The script fails in every trial before its first step: nothing was trained."""
 
 
 class Controller:
@@ -73,6 +81,7 @@ class Controller:
         self._running: dict[int, Trial] = {}
         self._owner = owner
         self._rejected = 0  # in a row
+        self._failed_start: str | None = None  # why the last trial failed, if no script has made a step yet
         self._is_exhausted = False
 
     def run(self, place: Place) -> None:
@@ -101,6 +110,7 @@ class Controller:
                         break
                     for end in place.poll(_POLL_S):
                         self._take_end(end, place, bar, is_stopping)
+                    bar.advance(0, self._describe_progress())
             except KeyboardInterrupt:
                 place.kill()
                 raise StoppedError(
@@ -131,7 +141,25 @@ class Controller:
             self._require_measured(trial)
             self._take_crash(trial, f"its {self._metric} is not finite", bar)
         elif not (end.exit_code == ExitCode.STOPPED and is_stopping):
+            self._require_started(trial, end)
             self._take_crash(trial, end.reason or "no message", bar)
+
+    def _require_started(self, trial: Trial, end: TrialEnd) -> None:
+        """End the search if its script does not take its arguments, or if two trials fail before their first step for
+        the same reason and none has made one: all others would fail, too. One alone may be out of memory."""
+        if not isinstance(trial.config, ScriptConfig) or self._failed_start == "":
+            return
+        if any(read_progress(folder)[0] for folder in self._folder.glob("trial-*")):
+            self._failed_start = ""
+            return
+        if end.exit_code == ExitCode.USAGE or end.reason == self._failed_start:
+            command = shlex.join(trial.config.script.argv())
+            raise ScriptStartError(
+                f"script: trial {trial.number} failed before its first step, and so would the others: "
+                f"{end.reason.rstrip('.')}. Correct the script, script.command or script.arguments. It ran `{command}` "
+                f"and {self._folder / 'logs'} has what it printed"
+            )
+        self._failed_start = end.reason
 
     def _require_measured(self, trial: Trial) -> None:
         """End the search if trials do not measure its metric at all: no other one would."""
@@ -170,7 +198,7 @@ class Controller:
             info(f"{text}, continues to step {trial.steps[trial.reached]}")
             return False
         info(text)
-        bar.advance(1, self._describe_best())
+        bar.advance(1, self._describe_progress())
         return True
 
     def _take_crash(self, trial: Trial, reason: str, bar: ProgressBar) -> None:
@@ -180,7 +208,7 @@ class Controller:
         handle.set_user_attr(ERROR, reason)
         handle.report(worst_value(self._study), trial.rungs[trial.reached])
         self._study.tell(trial.number, state=TrialState.PRUNED)
-        bar.advance(1, self._describe_best())
+        bar.advance(1, self._describe_progress())
 
     def _reject(self, number: int, reason: str) -> None:
         """A trial that does not count: another takes its place."""
@@ -294,9 +322,21 @@ class Controller:
         """Optuna's object to report to, also of a trial from before the search was resumed."""
         return optuna.trial.Trial(self._study, self._trials()[number]._trial_id)
 
-    def _describe_best(self) -> str:
+    # The note of the progress bar
+
+    def _describe_progress(self) -> str:
+        """The steps of the trials that run, and the best that is complete."""
+        running = [self._describe_steps(trial) for trial in itertools.islice(self._running.values(), _MAX_SHOWN)]
+        more = len(self._running) - len(running)
+        return " · ".join([*running, *([f"{more} more"] if more else []), *self._describe_best()])
+
+    def _describe_steps(self, trial: Trial) -> str:
+        step = read_status(trial.config.folder).get("step")
+        return f"trial {trial.number} " + (f"step {step}/{trial.steps[trial.reached]}" if step else "starting")
+
+    def _describe_best(self) -> list[str]:
         try:
             best = self._study.best_trial
         except ValueError:  # none is complete
-            return ""
-        return f"best {self._metric} {best.value:.4f} (trial {best.number})"
+            return []
+        return [f"best {self._metric} {best.value:.4f} (trial {best.number})"]

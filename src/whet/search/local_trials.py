@@ -25,7 +25,7 @@ from whet.launch.local import launch_command, make_launch_job
 from whet.launch.restart_policy import read_attempt_result
 from whet.launch.torchrun_agent import REPORT_VARIABLE
 from whet.search.script import ScriptConfig
-from whet.search.trials import TrialEnd, TrialRun
+from whet.search.trials import OWNER_FILE, TrialEnd, TrialRun
 
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """The variable that selects the devices of a process, by their kind."""
@@ -109,6 +109,9 @@ class LocalPlace:
             stop.unlink(missing_ok=True)  # of a script that was killed
             steps = trial.config.script.steps
             env = SearchTrial(str(trial.folder.absolute()), steps, trial.until).as_env()
+            if "WANDB_RUN_ID" not in os.environ:  # each start of a trial continues its run there
+                owner = (trial.folder.parent / OWNER_FILE).read_text()
+                env |= {"WANDB_RUN_ID": f"{owner}-{trial.number:03d}", "WANDB_RESUME": "allow"}
             env |= trial.config.launch.required_variables()
             request |= {"argv": trial.config.script.argv(), "stop": str(stop)}
         else:
@@ -152,7 +155,8 @@ class LocalPlace:
             reason = f"it ended after step {status['step']}, before its rung at step {trial.until}. {reason}"
         elif status.get("state") != "failed":
             reason = f"exit code {code}: {_last_line(running.log)}"
-        return TrialEnd(trial.number, ExitCode.FAILED, reason)
+        is_usage = code == ExitCode.USAGE and not status  # argparse ends so before there is a run folder
+        return TrialEnd(trial.number, ExitCode.USAGE if is_usage else ExitCode.FAILED, reason)
 
     def stop(self) -> None:
         """SIGTERM, or for a script the file `stop`: each saves a checkpoint after its current step."""

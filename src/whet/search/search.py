@@ -21,19 +21,25 @@ from whet.core.files import atomic_write, hash_json
 from whet.core.yaml import Node, dump_yaml, parse_yaml, read_yaml
 from whet.search.brackets import Bracket, expected_at_rungs, make_brackets, rung_lengths
 from whet.search.config import SearchConfig
-from whet.search.controller import Controller
+from whet.search.controller import Controller, ScriptStartError
 from whet.search.local_trials import LocalPlace
 from whet.search.script import ScriptConfig, TrialConfig
 from whet.search.slurm_trials import SlurmPlace
 from whet.search.space import Space, read_space
 from whet.search.study import JOURNAL, AshaPruner, open_study
-from whet.search.trials import LengthTable, Place, length_in_steps, plain_recipe, require_metric, trial_length
+from whet.search.trials import (
+    OWNER_FILE,
+    LengthTable,
+    Place,
+    length_in_steps,
+    plain_recipe,
+    require_metric,
+    trial_length,
+)
 
 _DEFAULT_TRIALS = 16
 RECIPE = "search.yaml"
 """The recipe with its ranges, in the search's folder."""
-OWNER_FILE = "search.id"
-"""Which trials of a study that several searches share are those of this folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +213,12 @@ def run_search(plan: SearchPlan, place: Place, resume: bool) -> Any:
     controller = Controller(
         plan.space, plan.config, plan.settings, plan.metric, plan.brackets, study, plan.lengths, owner
     )  # fmt: skip
-    controller.run(place)
+    try:
+        controller.run(place)
+    except ScriptStartError:
+        if plan.settings.storage is None and not any(plan.folder.glob("trial-*")):
+            (plan.folder / RECIPE).unlink()  # the corrected search may begin in this folder
+        raise
     return study
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+OWNER_FILE = "search.id"
+"""In the search's folder: which trials of a study that several searches share are those of this folder."""
 _TRIAL_SETTINGS: dict[str, dict[str, Any]] = {
     "export": {"at_end": "none"}, "eval": {"at_start": False, "prompts": []}, "checkpoint": {"keep_last": 1},
 }  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from whet.core.costs import format_estimate
 from whet.data.loader import StepTotals
 from whet.model.experts.routing import StepLoad
 from whet.model.flops import StepFlops
@@ -92,10 +93,13 @@ class StartupTimer:
         return {"first_step_s": self._last - self._began, **self._phases}
 
 
-def startup_summary(seconds: dict[str, float]) -> str:
-    """For the console, without phases that took no time."""
+def startup_summary(seconds: dict[str, float], steps_left: int = 0) -> str:
+    """For the console, without phases that took no time. `steps_left`: how many steps will take as long as the first;
+    0 where it compiled."""
     phases = [f"{seconds[key]:.1f} s {label}" for key, label in _PHASE_LABELS.items() if seconds[key] >= 0.05]
-    return f"first step after {seconds['first_step_s']:.1f} s: {', '.join(phases)}"
+    text = f"first step after {seconds['first_step_s']:.1f} s: {', '.join(phases)}"
+    left = format_estimate(steps_left * seconds["step_s"])
+    return f"{text}; about {left} for the {steps_left:,} to come" if steps_left else text
 
 
 def _process_age() -> float:

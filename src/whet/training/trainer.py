@@ -177,7 +177,8 @@ def _end_step(run: Run, totals: RunTotals, line: dict[str, Any]) -> None:
     run.guard.record(line)
     if not run.startup.is_done:
         seconds = run.startup.finish()
-        info(startup_summary(seconds))
+        compiles = run.ranks.device.type != "cpu" or run.config.model.compile is True
+        info(startup_summary(seconds, 0 if compiles else run.plan.last_step - run.step))
         run.output.write_startup(seconds, run.step)
         if run.saver is not None:
             run.saver.prepare_staging()
