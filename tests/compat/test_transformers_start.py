@@ -94,6 +94,22 @@ def test_a_value_is_computed_again_where_its_files_changed(tmp_path: Path, monke
     assert [value(), value()] == [[5], [6]]
 
 
+def test_installed_packages_are_listed_again_where_one_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [str(tmp_path), str(tmp_path / "missing"), "\0"])
+
+    def listed() -> list[object]:
+        return list(transformers_start._metadata_folders())
+
+    before = listed()
+    (tmp_path / "runs").mkdir()
+    assert listed() == before
+    (tmp_path / "some-1.0.dist-info").mkdir()
+    installed = listed()
+    assert installed != before
+    (tmp_path / "some-1.0.dist-info").rename(tmp_path / "some-1.1.dist-info")
+    assert listed() not in (before, installed)
+
+
 @pytest.mark.parametrize(("first", "is_found"), [("pass", True), ("transformers_start.leave_out_packages()", False)])
 def test_transformers_does_not_find_what_is_left_out(
     real_python: str, tmp_path: Path, first: str, is_found: bool

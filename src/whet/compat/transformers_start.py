@@ -52,7 +52,7 @@ def _execute(execute: Callable[[Any], None], module: Any) -> None:
     import importlib.metadata
 
     compute = importlib.metadata.packages_distributions
-    importlib.metadata.packages_distributions = lambda: cached("distributions", _search_path(), compute)
+    importlib.metadata.packages_distributions = lambda: cached("distributions", _metadata_folders(), compute)
     try:
         execute(module)
     finally:
@@ -126,11 +126,14 @@ def _source_files(folder: Path) -> Iterator[tuple[str, int, int]]:
                 yield entry.path, found.st_size, found.st_mtime_ns
 
 
-def _search_path() -> Iterator[tuple[str, int, int]]:
-    """The folders with the metadata of packages: installing or removing one changes the folder's time."""
+def _metadata_folders() -> Iterator[tuple[str, int, int]]:
+    """The metadata of installed packages. Not the times of the folders around it: with `python -m whet` one of them is
+    the working directory, which changes with every run."""
     for folder in sys.path:
         try:
-            found = os.stat(folder or ".")  # noqa: PTH116 - sys.path may hold anything
-        except (OSError, ValueError):
+            entries = sorted(os.scandir(folder or "."), key=lambda entry: entry.name)
+        except (OSError, ValueError):  # sys.path may hold anything
             continue
-        yield str(folder), found.st_size, found.st_mtime_ns
+        for entry in entries:
+            if entry.name.endswith((".dist-info", ".egg-info", ".egg")):
+                yield entry.path, 0, entry.stat().st_mtime_ns
