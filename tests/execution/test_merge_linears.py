@@ -119,7 +119,7 @@ def test_merged_layers_learn_as_others_do_in_mixed_precision(make_root: Make, ma
     gradients = []
     for backend in ("inductor", compile_with_merged_linears):
         torch._dynamo.reset()
-        root = make_root("Llama", backend="eager").cuda()
+        root = make_root("Llama", torch.float32, backend="eager").cuda()
         transform_layers(root.language_model, ParallelConfig(), True, CompileCounterWithBackend(backend))
         with torch.autocast("cuda", torch.bfloat16):
             batch = vars(make_batch([9, 20, 8]))
