@@ -30,6 +30,7 @@ def mesh() -> Iterator[DeviceMesh]:
 def test_foreach_functions_work_on_lists_of_tensors(private: ModuleType) -> None:
     tensors = [torch.ones(3), torch.full((2,), 2.0)]
     assert [float(norm) for norm in private.foreach_norm(tensors, 2, dtype=torch.float64)] == [3**0.5, 8**0.5]
+    assert [product.tolist() for product in private.foreach_mul(tensors, (2.0, 0.5))] == [[2.0] * 3, [1.0] * 2]
     private.foreach_mul_(tensors, torch.tensor(3.0))
     private.foreach_add_(tensors, [torch.ones(3), torch.ones(2)])
     assert [tensor.tolist() for tensor in tensors] == [[4.0] * 3, [7.0] * 2]

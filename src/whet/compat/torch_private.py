@@ -27,7 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 foreach_add_ = torch._foreach_add_
 """`torch._foreach_add_`: adds what a CUDA graph has computed to gradients."""
 foreach_copy_ = torch._foreach_copy_
-"""`torch._foreach_copy_`: copies gradients into the fixed buffers of a CUDA graph."""
+"""`torch._foreach_copy_`: copies gradients into the fixed buffers of a CUDA graph; casts adapters."""
+foreach_mul = torch._foreach_mul
+"""`torch._foreach_mul`: scales the weights of adapters."""
 foreach_mul_ = torch._foreach_mul_
 """`torch._foreach_mul_`: scales gradients when they are clipped."""
 foreach_norm = torch._foreach_norm
