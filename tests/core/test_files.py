@@ -6,7 +6,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import py_compile
 import shutil
 import subprocess
 import time
@@ -388,37 +387,3 @@ def test_lines_that_several_processes_append_are_not_mixed_up(tmp_path: Path) ->
     assert [line["words"] for line in lines] == [long] * 400
     for who in "ab":
         assert [line["number"] for line in lines if line["who"] == who] == list(range(200))
-
-
-_PRINT_BYTECODE = """
-import json, os, subprocess, sys
-from whet.core.files import keep_bytecode
-keep_bytecode("heavy")
-import heavy
-child = subprocess.run([sys.executable, "-c", "import heavy; print(heavy.__cached__)"], capture_output=True, text=True)
-print(json.dumps([heavy.__cached__, child.stdout.strip()]))
-"""
-
-
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["without bytecode", "with bytecode"])
-def test_bytecode_is_kept_in_the_cache_where_python_writes_none(
-    tmp_path: Path, is_compiled: bool, real_python: str
-) -> None:
-    source, cache = tmp_path / "site" / "heavy.py", tmp_path / "cache"
-    source.parent.mkdir()
-    source.write_text("answer = 42\n")
-    if is_compiled:
-        py_compile.compile(str(source))
-    environment = os.environ | {
-        "PYTHONDONTWRITEBYTECODE": "1", "WHET_CACHE": str(cache),
-        "PYTHONPATH": f"{source.parent}{os.pathsep}{Path(files.__file__).parents[2]}",
-    }  # fmt: skip
-    environment.pop("PYTHONPYCACHEPREFIX", None)
-    ended = subprocess.run(
-        [real_python, "-c", _PRINT_BYTECODE], env=environment, capture_output=True, text=True, check=True
-    )
-    own, child = map(Path, json.loads(ended.stdout))
-    assert own == child
-    assert own.is_relative_to(source.parent if is_compiled else cache / "bytecode")
-    assert own.exists()
-    assert (source.parent / "__pycache__").exists() is is_compiled

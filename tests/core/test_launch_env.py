@@ -1,8 +1,12 @@
-"""What the launcher's environment variables mean, and that reading them needs no torch."""
+"""What the launcher's environment variables mean, that reading them needs no torch, and where bytecode is kept."""
 
 from __future__ import annotations
 
+import json
+import os
+import py_compile
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +55,37 @@ def test_modules_of_the_launcher_import_no_heavy_library(real_python: str, modul
     code = f"import sys, whet.core.{module}; print([m for m in ('torch', 'pydantic', 'numpy') if m in sys.modules])"
     done = subprocess.run([real_python, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+_PRINT_BYTECODE = """
+import json, os, subprocess, sys
+from whet.core.launch_env import keep_bytecode
+keep_bytecode("heavy")
+import heavy
+child = subprocess.run([sys.executable, "-c", "import heavy; print(heavy.__cached__)"], capture_output=True, text=True)
+print(json.dumps([heavy.__cached__, child.stdout.strip()]))
+"""
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["without bytecode", "with bytecode"])
+def test_bytecode_is_kept_in_the_cache_where_python_writes_none(
+    tmp_path: Path, is_compiled: bool, real_python: str
+) -> None:
+    source, cache = tmp_path / "site" / "heavy.py", tmp_path / "cache"
+    source.parent.mkdir()
+    source.write_text("answer = 42\n")
+    if is_compiled:
+        py_compile.compile(str(source))
+    environment = os.environ | {
+        "PYTHONDONTWRITEBYTECODE": "1", "WHET_CACHE": str(cache),
+        "PYTHONPATH": f"{source.parent}{os.pathsep}{Path(launch_env.__file__).parents[2]}",
+    }  # fmt: skip
+    environment.pop("PYTHONPYCACHEPREFIX", None)
+    ended = subprocess.run(
+        [real_python, "-c", _PRINT_BYTECODE], env=environment, capture_output=True, text=True, check=True
+    )
+    own, child = map(Path, json.loads(ended.stdout))
+    assert own == child
+    assert own.is_relative_to(source.parent if is_compiled else cache / "bytecode")
+    assert own.exists()
+    assert (source.parent / "__pycache__").exists() is is_compiled

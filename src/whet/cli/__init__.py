@@ -1,5 +1,5 @@
 """The command line: one file per verb, which parses, delegates and prints."""
 
-from whet.core.files import keep_bytecode
+from whet.core.launch_env import keep_bytecode
 
 keep_bytecode()  # before anything else is imported

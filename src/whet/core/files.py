@@ -8,14 +8,12 @@ import errno
 import fcntl
 import glob
 import hashlib
-import importlib.util
 import itertools
 import json
 import math
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,22 +27,6 @@ T = TypeVar("T")
 def cache_dir() -> Path:
     """The folder of prepared data and converted models: $WHET_CACHE, else ~/.cache/whet."""
     return Path(os.environ.get("WHET_CACHE") or Path.home() / ".cache" / "whet")
-
-
-def keep_bytecode(package: str = "torch") -> None:
-    """Keep compiled Python modules in whet's cache if `package` has none beside its source and Python writes none.
-
-    Many containers set PYTHONDONTWRITEBYTECODE: every start then compiles the source of torch and transformers again,
-    which takes seconds. Child processes inherit this. Only for processes that are whet alone.
-    """
-    spec = None if sys.pycache_prefix else importlib.util.find_spec(package)
-    if spec is None or spec.cached is None or os.path.exists(spec.cached):  # noqa: PTH110 - pathlib takes longer
-        return
-    if not sys.dont_write_bytecode and os.access(Path(spec.cached).parent.parent, os.W_OK):
-        return
-    sys.dont_write_bytecode, sys.pycache_prefix = False, str(cache_dir() / "bytecode")
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 
 def user_path(text: str | Path) -> Path:

@@ -1,13 +1,16 @@
-"""The launcher's environment variables: rank, world size, address of the store. No torch.
+"""The environment a process starts in: the launcher's variables (rank, world size, address of the store), bytecode.
+No torch.
 
 torchrun and `whet launch` set these variables for each process they start; without them the process is alone.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -109,3 +112,21 @@ def search_trial() -> SearchTrial | None:
     """The trial of a search that this process is; None outside one."""
     given = os.environ.get(_TRIAL)
     return SearchTrial(**json.loads(given)) if given else None
+
+
+def keep_bytecode(package: str = "torch") -> None:
+    """Keep compiled Python modules in whet's cache if `package` has none beside its source and Python writes none.
+
+    Many containers set PYTHONDONTWRITEBYTECODE: every start then compiles the source of torch and transformers again,
+    which takes seconds. Child processes inherit this. Only for processes that are whet alone.
+    """
+    spec = None if sys.pycache_prefix else importlib.util.find_spec(package)
+    if spec is None or spec.cached is None or os.path.exists(spec.cached):  # noqa: PTH110 - pathlib takes longer
+        return
+    if not sys.dont_write_bytecode and os.access(Path(spec.cached).parent.parent, os.W_OK):
+        return
+    from whet.core.files import cache_dir  # takes 0.04 s
+
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(cache_dir() / "bytecode")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
