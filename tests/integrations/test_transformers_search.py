@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from transformers import TrainerCallback
 
 pytest.importorskip("optuna")
 
+from whet.core.checksums import write_hashed_json
 from whet.core.errors import ExitCode, WhetError
 from whet.core.launch_env import SearchTrial
 from whet.core.run_folder import read_status
 from whet.integrations.transformers import WhetCallback
+from whet.search.local_trials import LocalPlace, _Running
 from whet.search.results import collect_results, write_results
 from whet.search.script import ScriptConfig, ScriptSettings
 from whet.search.search import open_search_folder, plan_search, preview, run_search
@@ -233,6 +236,20 @@ def test_a_script_that_fails_twice_before_its_first_step_ends_the_search(tmp_pat
     assert "trial 0 failed after step 0" in ended.err  # it might have been its values
     assert "script: trial 1 failed before its first step, and so would the others: exit code 1" in ended.err
     assert "trial 2" not in ended.err
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_the_reason_is_that_of_the_last_start(tmp_path: Path, is_old: bool) -> None:
+    """A trial was stopped, and its script fails when it is resumed, before it writes anything."""
+    (log := tmp_path / "trial.log").write_text("Traceback\nValueError: size mismatch\n")
+    stopped = {"state": "stopped", "exit_code": ExitCode.STOPPED, "step": 4, "reason": "stopped on request"}
+    write_hashed_json(tmp_path / "status.json", stopped)
+    trial: Any = SimpleNamespace(folder=tmp_path, number=0, until=12)
+    place = LocalPlace.__new__(LocalPlace)
+    place._stops = False
+    end = place._script_end(_Running(trial, 0, log, None, frozenset(), read_status(tmp_path) if is_old else {}), 1)
+    expected = (ExitCode.FAILED, "exit code 1: ValueError: size mismatch")
+    assert (end.exit_code, end.reason) == (expected if is_old else (ExitCode.STOPPED, "stopped on request"))
 
 
 def test_all_starts_of_a_trial_are_one_run_in_wandb(tmp_path: Path, whet: Any, monkeypatch: pytest.MonkeyPatch) -> None:

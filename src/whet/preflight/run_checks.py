@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _MAX_UNUSED_ROWS = 0.1
 """Embeddings are often padded for speed; a larger share of unused rows is suspicious."""
+_VOCABULARY_MULTIPLE = 128
+"""To which GPT-NeoX and Megatron pad the rows of a model."""
 
 
 def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
@@ -209,7 +211,8 @@ def _batch_finding(config: Config, data: RunData | None, nodes: int, devices: in
 
 def _vocabulary_finding(tokens: int, rows: int) -> Finding:
     text = f"the tokenizer has {tokens:,} tokens, the model {rows:,}"
-    if tokens < (1 - _MAX_UNUSED_ROWS) * rows:
+    is_padded = rows == -(-tokens // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    if tokens < (1 - _MAX_UNUSED_ROWS) * rows and not is_padded:
         return Finding(
             "vocabulary", "warning", f"{text}. Check that they belong together: so many unused rows are unusual"
         )

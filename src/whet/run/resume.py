@@ -18,7 +18,7 @@ from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.config import ConfigPath, Section, value_at
 from whet.core.console import info, warn
 from whet.core.display import holds_secret
-from whet.core.errors import ExitCode, StoppedError, WhetError, os_error
+from whet.core.errors import CancelledError, ExitCode, StoppedError, WhetError, os_error
 from whet.core.files import atomic_dir
 from whet.core.run_folder import VARIABLES_FILE, RunFolder, config_was_edited, suggest_runs, write_config
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested, ignore_stop_signals
@@ -47,9 +47,10 @@ def open_run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFo
             known = StoppedError("interrupted; the last checkpoint is good. Start it again to continue")
         elif isinstance(error, StopRequested):
             known = StoppedError(STOPPED_BEFORE_CHECKPOINT)
+        elif isinstance(error, KeyboardInterrupt):
+            known = CancelledError("interrupted before the first checkpoint: there is nothing to save. Start it again")
         end = known or error
         code = end.exit_code if isinstance(end, WhetError) else ExitCode.FAILED
-        code = ExitCode.INTERRUPTED if isinstance(end, KeyboardInterrupt) else code
         stays = isinstance(error, StopRequested)
         with contextlib.suppress(OSError):
             state = "failed" if code in (ExitCode.INPUT, ExitCode.FAILED) else "stopped"

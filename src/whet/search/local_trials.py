@@ -43,6 +43,8 @@ class _Running:
     """torchrun's, if the trial has several processes."""
     earlier: frozenset[str]
     """What the run folder said before."""
+    status: dict[str, Any]
+    """Its status.json before this start."""
 
 
 class LocalPlace:
@@ -123,7 +125,9 @@ class LocalPlace:
             request["argv"] = launch_command(job, resume=True)
         if groups[slot] and self._variable:
             env[self._variable] = ",".join(groups[slot])
-        self._running[trial.number] = _Running(trial, slot, log, report, report_texts(trial.folder))
+        self._running[trial.number] = _Running(
+            trial, slot, log, report, report_texts(trial.folder), read_status(trial.folder)
+        )
         self._send(request | {"env": env})
 
     def poll(self, seconds: float) -> list[TrialEnd]:
@@ -145,7 +149,8 @@ class LocalPlace:
     def _script_end(self, running: _Running, code: int) -> TrialEnd:
         """By the run folder, which WhetCallback writes: a script that was stopped on request may end with 0, too."""
         trial, status = running.trial, read_status(running.trial.folder)
-        is_stopped = status.get("state") == "stopped" and status.get("exit_code") == ExitCode.STOPPED
+        is_old = status == running.status  # it failed before its first step: this is how an earlier start ended
+        is_stopped = status.get("state") == "stopped" and status.get("exit_code") == ExitCode.STOPPED and not is_old
         reason = str(status.get("reason") or "")
         if self._stops or is_stopped:
             return TrialEnd(trial.number, ExitCode.STOPPED, reason or "stopped")
@@ -153,7 +158,7 @@ class LocalPlace:
             return TrialEnd(trial.number, code)
         if code == ExitCode.DONE:
             reason = f"it ended after step {status['step']}, before its rung at step {trial.until}. {reason}"
-        elif status.get("state") != "failed":
+        elif status.get("state") != "failed" or is_old:
             reason = f"exit code {code}: {_last_line(running.log)}"
         is_usage = code == ExitCode.USAGE and not status  # argparse ends so before there is a run folder
         return TrialEnd(trial.number, ExitCode.USAGE if is_usage else ExitCode.FAILED, reason)

@@ -124,7 +124,6 @@ class Trackers:
 def check_trackers(wanted: Sequence[str] | None) -> list[str]:
     """The names of the trackers to use. A configured one must be installed; TensorBoard by default need not be."""
     if wanted is None and importlib.util.find_spec("tensorboard") is None:
-        info("TensorBoard is not installed; metrics are in metrics.jsonl alone (pip install 'whet[track]')")
         return []
     names = ["tensorboard"] if wanted is None else list(dict.fromkeys(wanted))
     for name in names:
