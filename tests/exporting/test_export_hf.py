@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import nn
 from whet.core.checksums import read_hashed_json
 from whet.core.errors import WhetError
 from whet.core.files import hash_file, read_json, write_json
+from whet.exporting import trained_model
 from whet.exporting.dtypes import EXPORT_DTYPES
 from whet.exporting.exporter import write_export
 from whet.exporting.hf_folder import HFFolderFormat, StreamingSafetensorsWriter
@@ -26,6 +28,7 @@ from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load.pretrained import load_model
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.lora.peft_adapters import add_adapter
+from whet.model.quantize import dequantize_linear, quantize_, quantized_layers
 
 TINY = ModelConfig(path="builtin:tiny")
 STOPS = [2, 5]
@@ -343,3 +346,39 @@ def test_4_bit_layers_are_dequantized_with_and_without_an_adapter(tmp_path: Path
     assert certificate.quantize == "nf4"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(loaded), logits(unwrap_peft(model)), rtol=1e-4, atol=1e-4)
+
+
+def test_what_fails_in_16_bits_is_compared_in_fp32_before_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model in bf16 exported in f32: weights are the same, but activations of the trained one round."""
+    strict = dataclasses.replace(EXPORT_DTYPES["f32"], name="bf16")
+    monkeypatch.setitem(EXPORT_DTYPES, "bf16", strict)  # as for a model whose activations round more than usual
+    model = load_model(TINY, torch.bfloat16)
+    before = dict(model.named_parameters())
+    certificate = write_export(spec_of(model), "merged", tmp_path / "out", PROBES)
+    assert certificate.max_logit_difference is not None
+    assert certificate.max_logit_difference < 1e-5
+    assert all(weight is before[name] for name, weight in model.named_parameters())
+
+    def out_of_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(trained_model, "_weights_in_fp32", out_of_memory)
+    with pytest.raises(ExportMismatchError, match="logits differ"):
+        write_export(spec_of(model), "merged", tmp_path / "other", PROBES)
+
+
+def test_4_bit_layers_compute_in_fp32_for_the_comparison(random_model: Callable[..., Any]) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = random_model("llama").to(torch.bfloat16).requires_grad_(False)
+    names = quantized_layers(model)
+    quantize_(model, torch.device("cpu"))
+    exact = TrainedModel(model).logits(PROBES, in_fp32=True)
+    rounded = TrainedModel(model).logits(PROBES)
+    for name in names:
+        model.set_submodule(name, dequantize_linear(model.get_submodule(name)))
+    expected = TrainedModel(model.float()).logits(PROBES)
+    assert (exact - expected).norm() < 0.5 * (
+        rounded - expected
+    ).norm()  # 4-bit weights become fp32 without bf16 between

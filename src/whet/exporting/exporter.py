@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,15 +69,14 @@ def _write_verified(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[
 
 def verify_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Sequence[int]]) -> Certificate:
     """Load an export and compare it with the trained model; the certificate lists the mismatches."""
-    export_format, findings = EXPORT_FORMATS[kind], ExportFindings()
     if kind == "gguf":
         probes = [ids[: max_positions(spec)] for ids in probes]
-    trained = spec.model.logits(probes)
-    exported = export_format.load_and_verify(spec, folder, probes, findings)
-    if exported is not None:
-        # Both sides round: the export to its dtype, the trained model to that of its weights. The coarser one counts.
-        dtypes = (spec.dtype, export_dtype_of(spec.model.weight_dtype))
-        compare_logits(exported, trained, max(dtypes, key=lambda dtype: dtype.max_logit_difference), findings)
+    findings, tokens = _compare(spec, kind, folder, probes)
+    if findings.reasons and 2 in (spec.model.weight_dtype.itemsize, spec.dtype.torch_dtype.itemsize):
+        # Activations in 16 bits round, too, which says nothing about the export. What cannot be computed in fp32, for
+        # lack of memory or because kernels exist for 16 bits only, keeps its result.
+        with contextlib.suppress(RuntimeError):
+            findings, tokens = _compare(dataclasses.replace(spec, compares_in_fp32=True), kind, folder, probes)
     for effect in findings.effect:
         recorded = spec.run_effect.get(effect.module, {})
         effect.gradient = recorded.get("gradient")
@@ -84,7 +84,7 @@ def verify_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Se
             effect.untouched_experts = recorded.get("untouched_experts", effect.untouched_experts)
     return Certificate(
         kind=kind, step=spec.step, verified=not findings.reasons, reasons=findings.reasons, dtype=spec.dtype.name,
-        loaded_by=export_format.loaded_by, conversations=len(probes), tokens=len(trained),
+        loaded_by=EXPORT_FORMATS[kind].loaded_by, conversations=len(probes), tokens=tokens,
         max_logit_difference=findings.max_logit_difference, kl=findings.kl, same_next_token=findings.same_next_token,
         same_ids=findings.same_ids, same_template=findings.same_template, stops=findings.stops,
         files=hash_model_folder(folder),
@@ -92,3 +92,15 @@ def verify_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Se
         effect=effect_certificate(findings.effect),
         details=findings.details,
     )  # fmt: skip
+
+
+def _compare(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Sequence[int]]) -> tuple[ExportFindings, int]:
+    """What differs between an export and the trained model, and at how many positions logits were compared."""
+    findings = ExportFindings()
+    trained = spec.model.logits(probes, spec.compares_in_fp32)
+    exported = EXPORT_FORMATS[kind].load_and_verify(spec, folder, probes, findings)
+    if exported is not None:
+        # Both sides round: the export to its dtype, the trained model to that of its weights. The coarser one counts.
+        dtypes = (spec.dtype, export_dtype_of(spec.model.weight_dtype))
+        compare_logits(exported, trained, max(dtypes, key=lambda dtype: dtype.max_logit_difference), findings)
+    return findings, len(trained)

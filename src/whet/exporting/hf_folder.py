@@ -90,7 +90,7 @@ class HFFolderFormat:
                     f"config.json makes transformers load it in {model.dtype} instead of {spec.dtype.torch_dtype}"
                 )
             verify_tokenizer_and_stops(spec.generation, folder, model, probes, findings)
-            logits = compute_logits(model, probes)
+            logits = compute_logits(model, probes, spec.compares_in_fp32)
         del model
         compare_weights(spec.model, SafetensorsWeights(folder, spec.model.language_model), spec.dtype, findings)
         return logits

@@ -53,6 +53,8 @@ class ExportSpec:
     """Of an image-text checkpoint: what text does not reach, such as the vision tower, is copied from here."""
     calibration: Sequence[Sequence[int]] = ()
     """Token ids of training conversations, for the importance matrix of llama.cpp's quantizer; none: no such matrix."""
+    compares_in_fp32: bool = False
+    """Whether logits of models in 16 bits are computed in fp32 for the comparison."""
 
 
 @dataclass(slots=True)

@@ -92,12 +92,12 @@ class TrainedModel:
         return torch.promote_types(self.weight_dtype, self.adapter_dtype)
 
     @torch.inference_mode()
-    def logits(self, probes: Sequence[Sequence[int]]) -> Tensor:
+    def logits(self, probes: Sequence[Sequence[int]], in_fp32: bool = False) -> Tensor:
         """compute_logits of this model."""
         with contextlib.ExitStack() as stack:
             for unit, modules in self._materialization_units():
-                stack.enter_context(self._materialized_for_forward(unit, modules))
-            return compute_logits(self.language_model, probes)
+                stack.enter_context(self._materialized_for_forward(unit, modules, in_fp32))
+            return compute_logits(self.language_model, probes, in_fp32)
 
     def weights(self) -> Iterator[MergedWeight]:
         """Every weight of the merged model, by its name in memory, in the model's order; tied weights once."""
@@ -207,7 +207,7 @@ class TrainedModel:
         return [*((layer, list(layer.modules())) for layer in layers), *((module, [module]) for module in rest)]
 
     @contextlib.contextmanager
-    def _materialized_for_forward(self, unit: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
+    def _materialized_for_forward(self, unit: nn.Module, modules: list[nn.Module], in_fp32: bool) -> Iterator[None]:
         """Inside this context the unit reads its weights before its forward pass and frees them afterwards."""
         is_whole_model = unit is self.language_model
         placeholders = [(module, key, weight) for module in modules for key, weight in _placeholders_in(module)]
@@ -217,7 +217,8 @@ class TrainedModel:
             device = self.device
             for module, key, weight in placeholders:
                 if id(weight) not in made:
-                    value = self.value(weight).to(device, weight.dtype)
+                    dtype = torch.promote_types(weight.dtype, torch.float32) if in_fp32 else weight.dtype
+                    value = self.value(weight).to(device, weight.dtype).to(dtype)
                     made[id(weight)] = nn.Parameter(value, requires_grad=False)
                     trim_heap()  # buffers of the reader
                 module.register_parameter(key, made[id(weight)])
@@ -283,21 +284,47 @@ def _own_tensors(module: nn.Module, deep: bool) -> list[tuple[str, Tensor]]:
 
 
 @torch.inference_mode()
-def compute_logits(model: nn.Module, probes: Sequence[Sequence[int]]) -> Tensor:
+def compute_logits(model: nn.Module, probes: Sequence[Sequence[int]], in_fp32: bool = False) -> Tensor:
     """Logits [N, V] in host memory at the last positions of each probe (512 in all), with transformers' own
-    attention."""
+    attention. `in_fp32`: of a model in 16 bits, whose activations would round, too."""
     model.eval()
     devices = [tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "meta"]
     device = next((found for found in devices if found.type != "cpu"), torch.device("cpu"))
     positions = max(1, MAX_POSITIONS // max(1, len(probes)))
     has_option = "logits_to_keep" in inspect.signature(model.forward).parameters
     options = {"logits_to_keep": positions} if has_option else {}
-    with native_attention(model):
+    with native_attention(model), _weights_in_fp32(model) if in_fp32 else contextlib.nullcontext():
         rows = []
         for ids in probes:
             output = model(input_ids=torch.tensor([list(ids)], device=device), use_cache=False, **options)
             rows.append(output.logits[0, -positions:].float().cpu())
     return torch.cat(rows)
+
+
+@contextlib.contextmanager
+def _weights_in_fp32(model: nn.Module) -> Iterator[None]:
+    """Inside this context, weights of 16 bits are in fp32, and layers with 4-bit weights compute in it."""
+    copies: dict[int, nn.Parameter] = {}  # by identity: tied weights stay tied
+    weights, layers = [], []
+    for module in model.modules():
+        for key, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if weight.dtype.itemsize == 2 and weight.is_floating_point() and not is_placeholder(weight):
+                weights.append((module, key, weight))
+        if is_quantized(module):
+            layers.append((module, module.compute_dtype))
+    try:
+        for module, key, weight in weights:
+            if id(weight) not in copies:
+                copies[id(weight)] = nn.Parameter(weight.detach().float(), requires_grad=False)
+            module.register_parameter(key, copies[id(weight)])
+        for layer, _ in layers:
+            layer.compute_dtype = torch.float32  # type: ignore[assignment]
+        yield
+    finally:
+        for module, key, weight in weights:
+            module.register_parameter(key, weight)
+        for layer, dtype in layers:
+            layer.compute_dtype = dtype
 
 
 @functools.cache
