@@ -112,6 +112,8 @@ def json_hint(error: json.JSONDecodeError) -> str:
         )
     if text.startswith(("//", "#", "/*")):
         return ". JSON has no comments: remove the line"
+    if text.startswith(("<<<<<<<", "=======", ">>>>>>>")):
+        return ". It is a marker of a merge conflict: remove the line, and one of the two versions around it"
     if before.endswith(",") and rest[:1] in ("}", "]"):
         return f". Remove the comma before {rest[0]}"
     if error.msg == "Extra data" and rest.strip() == ",":
@@ -122,7 +124,7 @@ def json_hint(error: json.JSONDecodeError) -> str:
         return ". This is Python, not JSON: write it with json.dumps, which uses double quotes, null, true and false"
     if rest[:1] in ("“", "”", "„", "‘", "’"):
         return '. Use straight double quotes: "'
-    if error.msg.startswith("Invalid control character"):
+    if error.msg.startswith("Invalid control character") and rest:
         return ". A line break or tab inside a string must be written \\n or \\t"
     if not rest or error.msg.startswith("Unterminated string"):
         return ". The record ends too early: the file is truncated, or a line break cuts the record in two"
