@@ -97,7 +97,7 @@ class NeoXFormat:
                 findings.reasons.append(f"it has weights in {checkpoint.dtype} instead of {dtype}")
             compare_weights(spec.model, LoadedWeights(model), spec.dtype, findings)
             verify_tokenizer_and_stops(spec.generation, folder / "huggingface", None, probes, findings)
-            return compute_logits(model, probes)
+            return compute_logits(model, probes, spec.compares_in_fp32)
 
 
 def _unsupported(config: Any) -> str | None:

@@ -207,7 +207,7 @@ class MegatronFormat:
             model = model.to(dtype)
         compare_weights(spec.model, LoadedWeights(model), spec.dtype, findings)
         verify_tokenizer_and_stops(spec.generation, folder / "huggingface", None, probes, findings)
-        return compute_logits(model, probes)
+        return compute_logits(model, probes, spec.compares_in_fp32)
 
 
 def read_megatron(folder: Path) -> dict[str, Tensor]:

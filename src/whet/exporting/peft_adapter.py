@@ -63,7 +63,7 @@ class PeftAdapterFormat:
             return None
         verify_tokenizer_and_stops(spec.generation, folder, None, probes, findings)
         compare_weights(spec.model, LoadedWeights(model), spec.dtype, findings)
-        return compute_logits(to_gpu_if_it_fits(model), probes)
+        return compute_logits(to_gpu_if_it_fits(model), probes, spec.compares_in_fp32)
 
 
 def _name_dense_layers_as_parameters(folder: Path, model_config: Any) -> None:
