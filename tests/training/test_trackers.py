@@ -7,6 +7,7 @@ import re
 import shutil
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,10 @@ def test_a_deleted_folder_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture
     folder.mkdir()
     trackers = open_trackers(["tensorboard"], run_in(folder))
     trackers.write({"step": 1, "loss": 1.0})
+    until = time.monotonic() + 30
+    while not any(folder.rglob("events.*")):  # a folder deleted before is a warning: nothing is tracked there
+        assert time.monotonic() < until
+        time.sleep(0.01)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)  # what the thread wrote meanwhile
     for step in range(2, 40):
