@@ -1,6 +1,11 @@
-"""The generation speed of whet and of transformers' `generate`, for the same model, prompts and answer lengths.
+"""The generation speed of whet and of transformers, for the same model and prompts.
 
     python bench/generate.py --model llama-1b [--prompts 256] [--batch 64] [--sample] [--profile]
+    python bench/generate.py --model builtin:smollm2 --questions gsm8k_test.jsonl [--dtype fp32]
+
+With --questions: greedy answers to the questions of a file in GSM8K's format, rendered with the model's chat template,
+up to a stop token or 400 tokens, by whet, by transformers' continuous batching (`generate_batch`) and by `generate`;
+`equal` is the share of answers that equal those of `generate`. Otherwise, answers of fixed length to random prompts:
 
 Prompts have 20 to 500 random tokens, answers 16 to 256: the answer length of every prompt is fixed, without stop
 tokens. whet batches continuously; `generate` gets padded batches of prompts of similar length and runs each batch to
@@ -16,15 +21,20 @@ import json
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from whet.data.conversation import Message
+from whet.data.render.renderer import Renderer
 from whet.inference.generate import generate
+from whet.inference.inference_model import stop_token_ids
 from whet.inference.sampling import Sampling
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
+from whet.model.load.tokenizer import load_tokenizer
 
 CUDA = torch.cuda.is_available()
 
@@ -38,12 +48,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64 if CUDA else 8)
     parser.add_argument("--lengths", type=int, nargs=2, default=(20, 500) if CUDA else (5, 60))
     parser.add_argument("--answers", type=int, nargs=2, default=(16, 256) if CUDA else (8, 48))
+    parser.add_argument("--questions", help="a file in GSM8K's format")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16" if CUDA else "fp32")
     parser.add_argument("--sample", action="store_true", help="temperature 1, top_k 50 instead of greedy")
     parser.add_argument("--profile", action="store_true", help="also print a kernel profile of whet")
     options = parser.parse_args()
     path = options.model if ":" in options.model or "/" in options.model else f"random:{options.model}"
     device = torch.device("cuda" if CUDA else "cpu")
-    model: Any = load_model(ModelConfig(path=path), torch.bfloat16 if CUDA else torch.float32, device).eval()
+    dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
+    model: Any = load_model(ModelConfig(path=path), dtype, device).eval()
+    if options.questions:
+        answer_questions(model, path, options.questions, options.dtype)
+        return
     generator = random.Random(0)
     vocabulary = model.config.vocab_size
     prompts = [
@@ -86,6 +102,55 @@ def main() -> None:
         by = "self_device_time_total" if CUDA else "self_cpu_time_total"
         print(profile.key_averages().table(sort_by=by, row_limit=25))  # noqa: T201
     print(json.dumps(results))  # noqa: T201
+
+
+def answer_questions(model: Any, path: str, file: str, dtype: str) -> None:
+    """Prints seconds, tokens and the share of equal answers of each way to answer."""
+    renderer = Renderer(load_tokenizer(ModelConfig(path=path)), "assistant")
+    stop_ids = stop_token_ids(renderer, ModelConfig(path=path))
+    lines = Path(file).read_text().splitlines()
+    prompts = [renderer.prompt_ids([Message("user", json.loads(line)["question"])]) for line in lines]
+    settings = transformers.GenerationConfig(
+        max_new_tokens=400, do_sample=False, eos_token_id=stop_ids, pad_token_id=stop_ids[0]
+    )
+
+    def until_stop(ids: list[int]) -> list[int]:
+        return ids[: next((i for i, token in enumerate(ids) if token in stop_ids), 400)]
+
+    def with_whet() -> list[list[int]]:
+        return [each.ids for each in generate(model, prompts, Sampling(max_new_tokens=400), stop_ids)]
+
+    def with_generate_batch() -> list[list[int]]:
+        found = model.generate_batch(prompts, generation_config=settings)
+        by_prompt = {tuple(each.prompt_ids): until_stop(each.generated_tokens) for each in found.values()}
+        return [by_prompt[tuple(prompt)] for prompt in prompts]
+
+    @torch.inference_mode()
+    def with_generate() -> list[list[int]]:
+        answers: list[list[int]] = [[] for _ in prompts]
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        for start in range(0, len(order), 220):
+            numbers = order[start : start + 220]
+            width = max(len(prompts[i]) for i in numbers)
+            tokens = torch.tensor([[0] * (width - len(prompts[i])) + prompts[i] for i in numbers], device=model.device)
+            mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in numbers])
+            output = model.generate(tokens, attention_mask=mask.to(model.device), generation_config=settings)
+            for i, row in zip(numbers, output[:, width:].tolist(), strict=True):
+                answers[i] = until_stop(row)
+        return answers
+
+    expected: list[list[int]] | None = None
+    for name, run in {"generate": with_generate, "whet": with_whet, "generate_batch": with_generate_batch}.items():
+        try:
+            seconds, answers = timed(run)
+        except Exception as error:  # a peer that fails is a result, too
+            print(f"{name:15} failed: {type(error).__name__}: {error}")  # noqa: T201
+            continue
+        expected = expected or answers
+        equal = sum(one == other for one, other in zip(answers, expected, strict=True)) / len(prompts)
+        tokens = sum(map(len, answers))
+        speed = f"{seconds:7.2f} s {tokens:8,} tokens {tokens / seconds:9,.0f} tokens/s"
+        print(f"{name:15} {dtype} {speed}  equal {equal:.1%}")  # noqa: T201
 
 
 @torch.inference_mode()

@@ -130,3 +130,13 @@ def test_only_a_concatenation_for_matrix_products_is_computed_in_place(private: 
     assert private._feeds_products(cat)
     graph.call_function(aten.sum.dim_IntList, (viewed, [0]))
     assert not private._feeds_products(cat)
+
+
+@pytest.mark.gpu
+def test_the_hash_of_triton_is_kept_for_its_kernels(private: ModuleType) -> None:
+    from triton.runtime.cache import triton_key
+
+    private.hash_triton()
+    began = time.perf_counter()
+    assert triton_key()
+    assert time.perf_counter() - began < 0.05

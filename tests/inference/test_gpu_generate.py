@@ -13,6 +13,9 @@ from whet.inference.sampling import Sampling
 from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
 
+if torch.cuda.is_available():
+    from whet.inference.decode_kernel import decode_attention
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
@@ -43,6 +46,40 @@ def test_greedy_completions_are_those_of_transformers(model: Any, prompts: list[
     for batch_size in (1, 4, 32):
         found = generate(model, prompts, Sampling(max_new_tokens=40), batch_size=batch_size)
         assert [completion.ids for completion in found] == expected
+
+
+def test_many_sequences_at_once_are_those_of_transformers(model: Any, prompts: list[list[int]]) -> None:
+    """As many as the kernel of decoding needs to be used."""
+    many = [[first, *prompt] for first in range(3, 33) for prompt in prompts]
+    one_by_one = generate(model, many, Sampling(max_new_tokens=20), batch_size=8)
+    at_once = generate(model, many, Sampling(max_new_tokens=20), batch_size=len(many))
+    assert [each.ids for each in at_once] == [each.ids for each in one_by_one]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 7, 100])
+@pytest.mark.parametrize(("heads", "width", "value_width"), [((9, 3), 64, 64), ((4, 4), 96, 32), ((14, 2), 128, 128)])
+def test_the_kernel_of_decoding_computes_attention(
+    heads: tuple[int, int], width: int, value_width: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Compared with attention in fp64; what lies behind a sequence's position does not matter, not even a NaN."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows, slots, length = 90, 100, 200
+    query = torch.randn(rows, heads[0], 1, width, device="cuda", generator=generator).to(dtype)
+    keys = torch.randn(slots, length, heads[1], width, device="cuda", generator=generator).to(dtype)
+    values = torch.randn(slots, length, heads[1], value_width, device="cuda", generator=generator).to(dtype)
+    positions = torch.arange(rows, device="cuda") * 2
+    for row, position in enumerate(positions.tolist()):
+        keys[row, position + 1 :] = values[row, position + 1 :] = torch.nan
+    found = decode_attention(query, keys[:rows], values[:rows], positions, 0.3, window)
+    for row, position in enumerate(positions.tolist()):
+        seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
+        group = heads[0] // heads[1]
+        k, v = (cache[row, seen].double().repeat_interleave(group, 1).transpose(0, 1) for cache in (keys, values))
+        expected = (query[row].double() @ k.transpose(1, 2) * 0.3).softmax(-1) @ v
+        torch.testing.assert_close(
+            found[row, 0], expected[:, 0].to(dtype), **({} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5})
+        )
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,15 @@ def import_inductor() -> None:
     atexit.register(_end_compile_workers)
 
 
+def hash_triton() -> None:
+    """`triton.runtime.cache.triton_key`: the hash of Triton's own files, which every kernel's cache key contains. It
+    takes 0.4 s, the first kernel would wait for it, and Triton keeps it."""
+    with contextlib.suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
 def _end_compile_workers() -> None:
     """`torch._inductor.async_compile.shutdown_compile_workers` asks the process with the workers to end and waits for
     it, which takes 0.7 s; it has nothing to lose."""

@@ -184,7 +184,7 @@ def functional_all_reduce(tensor: Tensor, group_name: str) -> Tensor:
 def load_as_fake(file: Any) -> Tensor:
     """`torch._subclasses.fake_tensor.FakeTensorMode`: torch.load of a tensor without its data. The mode is noted
     process-wide, so calls in several threads need a lock."""
-    with fake_tensor_mode():
+    with _shared_fake_mode():
         tensor: Tensor = torch.load(file, weights_only=True)
     return tensor
 
@@ -192,6 +192,12 @@ def load_as_fake(file: Any) -> Tensor:
 def fake_tensor_mode() -> Any:
     """`torch._subclasses.fake_tensor.FakeTensorMode`: tensors made inside have shapes and dtypes, and no memory."""
     return _fake_mode()()
+
+
+@functools.cache
+def _shared_fake_mode() -> Any:
+    """Making a mode takes a millisecond, and an export reads hundreds of tensors."""
+    return fake_tensor_mode()
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from whet.core.checksums import write_hashed_json
@@ -71,12 +72,14 @@ def verify_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Se
     """Load an export and compare it with the trained model; the certificate lists the mismatches."""
     if kind == "gguf":
         probes = [ids[: max_positions(spec)] for ids in probes]
-    findings, tokens = _compare(spec, kind, folder, probes)
-    if findings.reasons and 2 in (spec.model.weight_dtype.itemsize, spec.dtype.torch_dtype.itemsize):
-        # Activations in 16 bits round, too, which says nothing about the export. What cannot be computed in fp32, for
-        # lack of memory or because kernels exist for 16 bits only, keeps its result.
-        with contextlib.suppress(RuntimeError):
-            findings, tokens = _compare(dataclasses.replace(spec, compares_in_fp32=True), kind, folder, probes)
+    with ThreadPoolExecutor(1) as pool:
+        hashes = pool.submit(hash_model_folder, folder)  # while it is compared
+        findings, tokens = _compare(spec, kind, folder, probes)
+        if findings.reasons and 2 in (spec.model.weight_dtype.itemsize, spec.dtype.torch_dtype.itemsize):
+            # Activations in 16 bits round, too, which says nothing about the export. What cannot be computed in fp32,
+            # for lack of memory or because kernels exist for 16 bits only, keeps its result.
+            with contextlib.suppress(RuntimeError):
+                findings, tokens = _compare(dataclasses.replace(spec, compares_in_fp32=True), kind, folder, probes)
     for effect in findings.effect:
         recorded = spec.run_effect.get(effect.module, {})
         effect.gradient = recorded.get("gradient")
@@ -86,8 +89,7 @@ def verify_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Se
         kind=kind, step=spec.step, verified=not findings.reasons, reasons=findings.reasons, dtype=spec.dtype.name,
         loaded_by=EXPORT_FORMATS[kind].loaded_by, conversations=len(probes), tokens=tokens,
         max_logit_difference=findings.max_logit_difference, kl=findings.kl, same_next_token=findings.same_next_token,
-        same_ids=findings.same_ids, same_template=findings.same_template, stops=findings.stops,
-        files=hash_model_folder(folder),
+        same_ids=findings.same_ids, same_template=findings.same_template, stops=findings.stops, files=hashes.result(),
         quantize="nf4" if spec.model.is_quantized else None,
         effect=effect_certificate(findings.effect),
         details=findings.details,

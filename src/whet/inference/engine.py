@@ -46,7 +46,7 @@ class BatchingPolicy:
 
 
 CPU_BATCHING = BatchingPolicy(decode_steps=1, max_prefill_tokens=2048, free_slot_divisor=1 << 30, pad_to_sizes=False)
-GPU_BATCHING = BatchingPolicy(decode_steps=8, max_prefill_tokens=8192, free_slot_divisor=8, pad_to_sizes=True)
+GPU_BATCHING = BatchingPolicy(decode_steps=8, max_prefill_tokens=32768, free_slot_divisor=8, pad_to_sizes=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class Engine:
         tokens = self._runner.run(state, max_length, self._decode_steps).T.tolist()
         for row, sampled in zip(rows, tokens, strict=True):
             if row is not None and not row.done:
-                finished += any(append_token(row, token) for token in sampled)
+                finished += append_tokens(row, sampled)
         return finished
 
     def _compact(self, rows: list[GenerationSequence | None], waiting: deque[GenerationSequence]) -> None:
@@ -264,6 +264,23 @@ def prefill_logits(
     )  # fmt: skip
     logits: Tensor = output.logits[0]
     return logits if len(logits) == len(admitted) else logits[last]  # a model that ignores logits_to_keep
+
+
+def append_tokens(row: GenerationSequence, sampled: list[int]) -> bool:
+    """`append_token` for several, up to the one that ends the sequence; return whether it is done."""
+    options, ids = row.options, row.completion.ids
+    if row.tool_state is not None or options.on_token is not None or options.sampling.stop:
+        return any(append_token(row, token) for token in sampled)
+    end = next((i for i, token in enumerate(sampled) if token in options.stop_ids), len(sampled))
+    kept = min(end, row.limit - len(ids))
+    ids += sampled[:kept]
+    row.num_sampled += kept
+    if end < len(sampled) and len(ids) < row.limit:
+        row.num_sampled += 1
+        row.completion.finish_reason, row.completion.stop_token = FINISH_END, (sampled[end],)
+        row.done = True
+    row.done = row.done or len(ids) >= row.limit
+    return row.done
 
 
 def append_token(row: GenerationSequence, token: int) -> bool:

@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 
 from whet.compat.transformers_private import attention_implementation
 from whet.core.console import warn
+from whet.core.resources import has_triton
 from whet.execution.cuda_graphs import make_capture, root_cause
 from whet.inference.sampling import Sampling, sample_next_tokens
 from whet.model.attention import inspect_attention, native_attention, unsupported_attention
@@ -87,6 +88,10 @@ class DecodeAttention:
         """→ [N 1 H V]"""
         keys, values = self._cache.write(layer, self._indices, key[:, :, 0], value[:, :, 0])
         rows = len(query)
+        if spec.softcap is None and spec.sinks is None and _uses_kernel(query, keys):
+            from whet.inference.decode_kernel import decode_attention
+
+            return decode_attention(query, keys[:rows], values[:rows], self._positions, spec.scale, spec.window)
         keys, values = (tensor[:rows, : self._limit].transpose(1, 2) for tensor in (keys, values))
         if spec.softcap is not None or spec.sinks is not None:
             return reference_attention(query, keys, values, spec, self._visible_mask(spec.window)).transpose(1, 2)
@@ -112,6 +117,15 @@ class DecodeAttention:
             visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
             self._visible[window] = visible[:, None, None]
         return self._visible[window]
+
+
+def _uses_kernel(query: Tensor, keys: Tensor) -> bool:
+    """Whether decoding has a kernel of its own here, and enough sequences for it."""
+    if not query.is_cuda or not has_triton():
+        return False
+    from whet.inference.decode_kernel import fills_device
+
+    return fills_device(query, keys)
 
 
 def _attention_forward(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from whet.compat.torch_compiler import import_inductor
+from whet.compat.torch_compiler import hash_triton, import_inductor
 from whet.config import Config
 from whet.core.distributed import Ranks, get_local_device
 from whet.core.errors import WhetError
@@ -45,9 +45,9 @@ from whet.parallel.mesh import Mesh
 from whet.parallel.tensor_parallel import read_tensor_parallel_plan, verify_tensor_parallel
 from whet.training.precision import PrecisionPolicy, resolve_precision
 
-_FORWARD_ROWS = 4
-"""Times as many rows in a micro-batch without gradients: a training step holds the activations of all layers, or with
-recomputation those of one layer and the inputs of all."""
+_FORWARD_ROWS, _FORWARD_TOKENS = 4, 32768
+"""Without gradients, a micro-batch on a GPU has so many times the rows, or so many tokens if that is more: a training
+step holds the activations of all layers, or with recomputation those of one layer and the inputs of all."""
 
 
 class VocabularyError(WhetError):
@@ -68,7 +68,7 @@ def make_loader(
     elif root.unpacked and config.train.micro_rows == "auto" and len(plan.documents):  # as many as fill a packed row
         micro_rows = max(1, int(config.row_length // store.lengths[plan.documents].mean()))
     elif on_gpu and not with_gradients and not has_collectives_in_passes(root, ranks):
-        micro_rows *= _FORWARD_ROWS
+        micro_rows = max(micro_rows * _FORWARD_ROWS, _FORWARD_TOKENS // config.row_length)
     return Loader(
         store, plan, micro_rows, ranks.data_rank, ranks.data_size, on_gpu or config.model.compile is True, ranks.device,
         (ranks.context_rank, ranks.context_size),
@@ -238,6 +238,7 @@ class BackgroundModelLoader:
                 precision = resolve_precision(self._config, device)
                 if should_compile(self._config.model.compile, device, precision.compute):
                     import_inductor()
+                    threading.Thread(target=hash_triton, name="hash Triton", daemon=True).start()
                 self._model = self._loaded(precision.weights, device)
         except BaseException as error:
             self._error = error
