@@ -155,7 +155,10 @@ class Popen(subprocess.Popen[Any]):
 def fork_of(pid: int) -> int:
     """The process that does the work of a stand-in; any other process is its own."""
     record = Path(sys.executable).with_name(str(pid))
-    return int(record.read_text()) if record.exists() else pid
+    try:
+        return int(record.read_text())
+    except FileNotFoundError:
+        return pid
 
 
 def children_of(pid: int) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from whet.inference import kv_cache
 from whet.inference.generate import generate
@@ -71,15 +72,19 @@ def test_the_kernel_of_decoding_computes_attention(
     positions = torch.arange(rows, device="cuda") * 2
     for row, position in enumerate(positions.tolist()):
         keys[row, position + 1 :] = values[row, position + 1 :] = torch.nan
-    found = decode_attention(query, keys[:rows], values[:rows], positions, 0.3, window)
+    found = decode_attention(query, keys[:rows], values[:rows], positions, 0.3, window)[:, 0]
+    expected, by_sdpa = torch.empty_like(found, dtype=torch.float64), torch.empty_like(found)
     for row, position in enumerate(positions.tolist()):
         seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
-        group = heads[0] // heads[1]
-        k, v = (cache[row, seen].double().repeat_interleave(group, 1).transpose(0, 1) for cache in (keys, values))
-        expected = (query[row].double() @ k.transpose(1, 2) * 0.3).softmax(-1) @ v
-        torch.testing.assert_close(
-            found[row, 0], expected[:, 0].to(dtype), **({} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5})
+        k, v = (
+            cache[row, seen].repeat_interleave(heads[0] // heads[1], 1).transpose(0, 1)[None]
+            for cache in (keys, values)
         )
+        scores = query[row].double() @ k[0].double().transpose(1, 2) * 0.3
+        expected[row] = (scores.softmax(-1) @ v[0].double())[:, 0]
+        by_sdpa[row] = F.scaled_dot_product_attention(query[row][None], k, v, scale=0.3)[0, :, 0]
+    error, error_of_sdpa = ((each.double() - expected).norm() for each in (found, by_sdpa))
+    assert error <= 2 * error_of_sdpa + 1e-6 * expected.norm()
 
 
 @pytest.mark.parametrize(

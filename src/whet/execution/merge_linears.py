@@ -54,6 +54,7 @@ def merge_linears_(graph: Graph, is_merged: Callable[[Tensor], bool], max_flops:
             parts = graph.call_function(torch.split, (graph.call_function(F.linear, (x, weight, bias)), sizes, -1))
             outputs = [graph.call_function(operator.getitem, (parts, number)) for number in range(len(sizes))]
         for linear, output in zip(linears, outputs, strict=True):
+            output.meta |= linear.meta  # without example values AOTAutograd does not cache the graph
             linear.replace_all_uses_with(output)
             graph.erase_node(linear)
 
