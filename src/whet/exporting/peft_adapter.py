@@ -57,13 +57,13 @@ class PeftAdapterFormat:
     ) -> Tensor | None:
         """Loads the whole base into memory, in the dtype of training: the adapter folder does not record it."""
         try:
-            model = _load_back(folder, spec.model, spec.trust_remote_code)
+            model = to_gpu_if_it_fits(_load_back(folder, spec.model, spec.trust_remote_code))
         except Exception as error:  # a damaged or forged file can raise almost anything
             findings.reasons.append(f"peft cannot load it over {_base_model_name(folder)}: {first_line(error)}")
             return None
         verify_tokenizer_and_stops(spec.generation, folder, None, probes, findings)
         compare_weights(spec.model, LoadedWeights(model), spec.dtype, findings)
-        return compute_logits(to_gpu_if_it_fits(model), probes, spec.compares_in_fp32)
+        return compute_logits(model, probes, spec.compares_in_fp32)
 
 
 def _name_dense_layers_as_parameters(folder: Path, model_config: Any) -> None:

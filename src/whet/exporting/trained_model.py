@@ -137,11 +137,11 @@ class TrainedModel:
     def _reader(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: self.value(tensor).cpu()
 
-    def before(self, weight: TrainedWeight) -> Tensor | None:
-        """A weight before training, at least in fp32; None if it is not known."""
-        before = weight.before(self.value)
+    def before(self, weight: TrainedWeight, device: torch.device) -> Tensor | None:
+        """A weight before training, at least in fp32, on `device`; None if it is not known."""
+        before = weight.before(lambda tensor: self.value(tensor).to(device))
         if before is None and self._read_base is not None:
-            before = self._read_base(weight.name)
+            before = self._read_base(weight.name).to(device)
             before = before.to(torch.promote_types(before.dtype, torch.float32))
         return before
 
@@ -199,7 +199,11 @@ class TrainedModel:
         placeholders = [weight for weight in self.language_model.parameters() if is_placeholder(weight)]
         if not placeholders:
             return []
-        if sum(weight.nbytes for weight in placeholders) <= self._max_bytes:
+        room = self._max_bytes
+        if self.device.type == "cuda":  # by layer, the weights would be read again for every probe
+            torch.cuda.empty_cache()
+            room = max(room, torch.cuda.mem_get_info(self.device)[0] // 2)
+        if sum(weight.nbytes for weight in placeholders) <= room:
             return [(self.language_model, list(self.language_model.modules()))]
         layers = decoder_layers(self.language_model)
         inside = {module for layer in layers for module in layer.modules()}

@@ -104,7 +104,7 @@ def _compare_weight(
 ) -> tuple[WeightEffect, list[int]]:
     """The effect on one weight, and the experts (0 for a weight without) that equal the base though they should not."""
     device = trained.device if trained.device.type == "cuda" else torch.device("cpu")  # others may lack fp64
-    before = trained.before(weight)
+    before = trained.before(weight, device)
     after = weight.after(before, trained.value).to(device)
     is_known = before is not None
     before = after if before is None else before.to(device)
