@@ -1,6 +1,7 @@
 """Speed and error of `short` compared with `varlen` on rows of packed documents, by tile; needs a CUDA device.
 
     python bench/attention.py [--quick] [--window N]     --quick: only the tiles that whet uses
+    python bench/attention.py --backends                 all back-ends on rows of equally long documents, no tiles
 
 For each shape (tokens, heads, key heads, head dimension) and mean document length: milliseconds of both back-ends'
 forward and backward kernels, their largest errors of output and gradients against fp64, relative to the largest value
@@ -25,11 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whet.compat.flash_attention import why_not_flash_attention_4
 from whet.model.attention import (
     AttentionSpec,
     Documents,
+    cudnn_attention_forward,
     document_kwargs,
     eager_attention_forward,
+    fa4_attention_forward,
     short_attention_forward,
     short_kernels,
     varlen_attention_forward,
@@ -112,6 +116,15 @@ class Case:
             for number in (heads, key_heads, key_heads)
         ]
         self.slope = torch.randn(1, tokens, heads, width, device="cuda", dtype=torch.bfloat16)
+
+    @staticmethod
+    def equal(tokens: int, heads: int, key_heads: int, width: int, length: int) -> Case:
+        """A row of documents that are all of this length."""
+        case = Case(tokens, heads, key_heads, width, length, 0)
+        edges = [*range(0, tokens, length), tokens]
+        case.longest, case.documents = length, case.cut(edges)
+        case.forward_flops = 4 * heads * width * sum((b - a) * (b - a + 1) // 2 for a, b in itertools.pairwise(edges))
+        return case
 
     def cut(self, edges: list[int]) -> Documents:
         cu_seqlens = torch.tensor(edges, dtype=torch.int32, device="cuda")
@@ -200,7 +213,29 @@ def warm(kernel: KernelName, width: int, tile: AttentionTile, window: int) -> No
     by_tile(Case(256, 32, 8, width, 100, window), kernel, tile, width)
 
 
+def compare_backends() -> None:
+    """Milliseconds of both passes, by head dimension and length of documents."""
+    backends = {
+        "varlen": varlen_attention_forward, "cudnn": cudnn_attention_forward, "short": short_attention_forward,
+    }  # fmt: skip
+    if why_not_flash_attention_4() is None:
+        backends["fa4"] = fa4_attention_forward
+    for width, length in itertools.product((64, 128), (200, 500, 1000, 2048, 4096, 16384, 32768)):
+        case = Case.equal(32768, 32, 8, width, length)
+        found = []
+        for name, backend in backends.items():
+            if name == "cudnn" and length < 4096:
+                continue  # a call for each document
+            forward, backward = whole(case, backend)
+            rate = 3.5 * case.forward_flops / (forward + backward) / 1e9
+            found.append(f"{name} {forward:.3f} + {backward:.3f} ms ({rate:.0f} TFLOP/s)")
+        print(f"head {width}, documents of {length}: {', '.join(found)}", flush=True)  # noqa: T201
+
+
 def main(*options: str) -> None:
+    if "--backends" in options:
+        compare_backends()
+        return
     quick = "--quick" in options
     window = int(options[options.index("--window") + 1]) if "--window" in options else 0
     candidates: dict[KernelName, dict[int, list[AttentionTile]]] = {

@@ -240,5 +240,5 @@ def test_staging_is_preallocated_only_if_all_ranks_have_room(
     saver = CheckpointSaver(tmp_path, *make(), Two(0, 1, torch.device("cuda")))
     allocated: list[Any] = []
     monkeypatch.setattr(saver._staging, "allocate_async", allocated.append)
-    saver.prepare_staging()
+    saver.prepare_first_save()
     assert bool(allocated) == neighbour

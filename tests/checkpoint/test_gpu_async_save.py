@@ -29,7 +29,7 @@ def test_a_save_through_preallocated_buffers_loads_back(tmp_path: Path) -> None:
     for _ in range(2):  # the second maps memory at addresses that the first had registered
         model, optimizer = trained(0)
         with CheckpointSaver(tmp_path, model, optimizer, ranks) as saver:
-            saver.prepare_staging()
+            saver.prepare_first_save()
             saver.save(1, {})
             with torch.no_grad():
                 model[0].weight.zero_()  # after the copy

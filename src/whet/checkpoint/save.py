@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import mmap
 import shutil
@@ -57,7 +58,7 @@ class CheckpointSaver:
         synced: Sequence[Path] = (),
     ) -> None:  # fmt: skip
         """`optimizers="newest"` deletes the optimizer state of all but the newest two checkpoints, "none" saves none.
-        `metadata` is called once, in the thread, for further keys of the manifest. `timeout_s` limits how long ranks
+        `metadata` is called once, in a thread, for further keys of the manifest. `timeout_s` limits how long ranks
         wait for each other. `synced`: files whose size `state` has; they are on the disk before the checkpoint is."""
         self._folder, self._model, self._optimizer, self._ranks = folder, model, optimizer, ranks
         self._retention, self._optimizers = retention or Retention(), optimizers
@@ -65,6 +66,7 @@ class CheckpointSaver:
         self._lower_is_better, self._synced = lower_is_better, synced
         self._staging = HostStaging()
         self._thread: threading.Thread | None = None
+        self._metadata_thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._scores: dict[int, float] = {}
         self._retention_lock = threading.Lock()
@@ -79,9 +81,13 @@ class CheckpointSaver:
         if ranks.is_main:
             directory.repair(folder)
 
-    def prepare_staging(self) -> None:
-        """Allocate host memory for the first save in the background. Call it after the first optimizer step."""
+    def prepare_first_save(self) -> None:
+        """On CUDA, allocate host memory for the first save and compute its metadata in the background. Call it after
+        the first optimizer step."""
         if self._ranks.device.type == "cuda":
+            if self._ranks.is_main:  # an adapter's base is hashed: 10 s for 16 GB
+                self._metadata_thread = threading.Thread(target=self._try_metadata, name="metadata", daemon=True)
+                self._metadata_thread.start()
             reshard(self._model)
             tensors = {name: tensor for part in self._state_dicts().values() for name, tensor in part.items()}
             # All ranks measure free memory before any allocates: they share the host.
@@ -189,8 +195,10 @@ class CheckpointSaver:
         return files + (list(temporary.glob("*/.metadata")) if self._ranks.is_main else [])
 
     def _commit(self, step: int, parts: list[str], files: FileRecords, state: dict[str, Any], temporary: Path) -> None:
+        if self._metadata_thread is not None:
+            self._metadata_thread.join()
         if not self._cached_metadata:
-            self._cached_metadata = dict(self._metadata())
+            self._compute_metadata()
         content = {"step": step, "parts": parts, "world": self._ranks.world_size, **self._cached_metadata}
         content |= {"blocked_s": round(self.blocked_s, 3), "save_s": round(time.monotonic() - self.last_saved, 3)}
         for file in self._synced:
@@ -199,6 +207,13 @@ class CheckpointSaver:
         replace_folder(temporary, self._folder / directory.checkpoint_name(step))
         directory.mark_latest(self._folder)
         self._apply_retention()
+
+    def _compute_metadata(self) -> None:
+        self._cached_metadata = dict(self._metadata())
+
+    def _try_metadata(self) -> None:
+        with contextlib.suppress(Exception):  # the save tries again and reports the error
+            self._compute_metadata()
 
     def _apply_retention(self) -> None:
         """Mark the best checkpoint and delete those that no rule keeps."""

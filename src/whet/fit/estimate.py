@@ -252,7 +252,7 @@ def trace_batch(config: Config, fake: FakeModel, tokens: int, typical_length: fl
 def layers_in_one_graph(config: Config, fake: FakeModel, typical_length: float) -> bool:
     """Whether a compiled layer is one graph, with attention in it: see `choose_backend` and `supports_fullgraph`."""
     if config.model.attention != "auto":
-        return config.model.attention in ("short", "varlen", "eager")
+        return config.model.attention in ("short", "varlen", "fa4", "eager")
     model: Any = fake.root.language_model
     settings = model.config.get_text_config()
     if fake.gpu != "nvidia" or getattr(settings, "attn_logit_softcapping", None):

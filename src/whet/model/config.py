@@ -30,11 +30,11 @@ class ModelConfig(Section):
         "bf16 (with train.precision bf16 or fp8) halves the memory of trained weights; updates use stochastic "
         "rounding.",
     )
-    attention: Literal["auto", "short", "varlen", "cudnn", "flex", "sdpa", "eager"] = Field(
+    attention: Literal["auto", "short", "varlen", "fa4", "cudnn", "flex", "sdpa", "eager"] = Field(
         default="auto",
-        description="The attention backend. auto on CUDA: short (whet's Triton kernels, deterministic), cudnn for long "
-        "documents, flex for models with soft-capping or sinks; sdpa elsewhere and in fp32. varlen is flash attention, "
-        "eager the reference implementation.",
+        description="The attention backend. auto on CUDA: short (whet's Triton kernels, deterministic), for long "
+        "documents fa4 (flash attention 4, if installed) or cudnn, flex for models with soft-capping or sinks; sdpa "
+        "elsewhere and in fp32. varlen is torch's flash attention, eager the reference implementation.",
     )
     compile: Literal["auto"] | bool = Field(
         default="auto",

@@ -39,6 +39,7 @@ _EXTRAS = {
     "rouge_score": ("eval", "scores by ROUGE"),
     "lm_eval": ("lm-eval", "`whet eval --lm-eval`"),
     "fla": ("hybrid", "fast linear attention on a GPU"),
+    "cutlass": ("flash", "flash attention 4 for long documents, on Hopper GPUs and newer"),
 }
 """Packages of extras by the name they are imported by: the extra, and what it is for."""
 _PROGRAMS = {

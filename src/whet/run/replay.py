@@ -171,7 +171,7 @@ def _typical_length(run: Path) -> float:
         served = str(read_hashed_json(run / "plan.json").get("attention", ""))
     except WhetError:
         return 0
-    return attention.CUDNN_MIN_LENGTH if served == "cudnn" else 0
+    return {"cudnn": attention.CUDNN_MIN_LENGTH, "fa4": attention.FA4_MIN_LENGTH}.get(served, 0)
 
 
 def _rerun(

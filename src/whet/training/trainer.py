@@ -181,7 +181,7 @@ def _end_step(run: Run, totals: RunTotals, line: dict[str, Any]) -> None:
         info(startup_summary(seconds, 0 if compiles else run.plan.last_step - run.step))
         run.output.write_startup(seconds, run.step)
         if run.saver is not None:
-            run.saver.prepare_staging()
+            run.saver.prepare_first_save()
     run.output.write_step(line)
 
 

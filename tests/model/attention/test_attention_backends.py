@@ -266,26 +266,45 @@ def _broken() -> _Handle:
 
 
 @pytest.mark.parametrize(
-    ("generation", "installed", "serves"),
-    [
-        (9, {"FA3": _Handle, "FA4": _Handle}, "varlen (FA3)"),
-        (9, {"FA3": _missing, "FA4": _Handle}, "varlen (FA4)"),
-        (9, {"FA3": _broken, "FA4": _missing}, "varlen"),
-        (10, {"FA3": _Handle, "FA4": _Handle}, "varlen (FA4)"),
-        (8, {"FA3": _Handle, "FA4": _Handle}, "varlen"),
-    ],
+    ("generation", "register", "serves"),
+    [(9, _Handle, "varlen (FA3)"), (9, _missing, "varlen"), (9, _broken, "varlen"), (10, _Handle, "varlen")],
 )
-def test_the_newest_installed_flash_attention_is_activated(
-    generation: int, installed: dict[str, Any], serves: str, make_model: Any, monkeypatch: pytest.MonkeyPatch
+def test_flash_attention_3_is_activated_on_hopper(
+    generation: int, register: Any, serves: str, make_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through torch's own registry, with packages that only say whether they are there."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
-    for name, register in installed.items():
-        monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, name, register)
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", register)
     model = make_model("Llama")
     try:
         attention.install_backend(model, "varlen")
         assert attention.describe_backend(model) == serves
     finally:
         _registry.restore_flash_attention_impl(_raise_warn=False)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "window", "typical", "best"),
+    [(64, None, 4096, "fa4"), (128, 512, 9000, "fa4"), (128, None, 4000, "short"), (96, None, 9000, "cudnn")],
+)
+def test_flash_attention_4_serves_long_documents_where_it_is_installed(
+    head_dim: int, window: int | None, typical: float, best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CHOOSING, "has_triton", lambda: True)
+    monkeypatch.setattr(CHOOSING, "why_not_flash_attention_4", lambda: None)
+    layers = [LayerAttention(AttentionSpec(1.0, window=window), head_dim)]
+    assert attention.choose_backend("auto", CUDA, torch.bfloat16, layers, typical) == best
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert attention.choose_backend("auto", CUDA, torch.bfloat16, layers, typical) != "fa4"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_flash_attention_4_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WhetError, match=r"model\.attention: fa4 needs the package .*pip install 'whet\[flash\]'"):
+        attention.choose_backend("fa4", CUDA, torch.bfloat16)
+    monkeypatch.setattr(CHOOSING, "why_not_flash_attention_4", lambda: None)
+    with pytest.raises(WhetError, match="head dimensions of 64 and 128; this model has others"):
+        attention.choose_backend("fa4", CUDA, torch.bfloat16, [LayerAttention(AttentionSpec(1.0), 96)])

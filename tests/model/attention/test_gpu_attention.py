@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from whet.compat.flash_attention import why_not_flash_attention_4
 from whet.model import attention
 from whet.model.attention import (
     AttentionSpec,
     document_kwargs,
     eager_attention_forward,
+    fa4_attention_forward,
     flex_attention_forward,
     sdpa_attention_forward,
     short_attention_forward,
@@ -19,6 +21,7 @@ from whet.model.attention import (
 from whet.model.loss.loss_model import LossModel
 
 pytestmark = pytest.mark.gpu
+needs_fa4 = pytest.mark.skipif(why_not_flash_attention_4() is not None, reason=f"fa4 {why_not_flash_attention_4()}")
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +133,40 @@ def test_short_skips_the_mask_only_where_all_pairs_are_visible(kernel, width, mo
         _compare(short_attention_forward, _states(width, width), window=window)
         _compare(short_attention_forward, _states(width, width), window=window, edges=(0, LENGTH))
         monkeypatch.undo()
+
+
+@needs_fa4
+@pytest.mark.parametrize("window", [None, 2, 64, 300])
+@pytest.mark.parametrize("widths", [(64, 64), (64, 40), (128, 128)])
+def test_fa4_is_as_close_to_the_definition_as_sdpa_is(window, widths):
+    _compare(fa4_attention_forward, _states(*widths), window=window)
+
+
+@needs_fa4
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (8, 2), (14, 2)])
+def test_fa4_takes_any_number_of_heads_that_share_a_key(heads):
+    _compare(fa4_attention_forward, _states(128, 128, *heads))
+
+
+@needs_fa4
+@pytest.mark.parametrize("edges", [(0, LENGTH), (0, 1, 2, 999, LENGTH, LENGTH), (0, 0, 128, 256, LENGTH)])
+def test_fa4_takes_documents_of_any_length(edges):
+    _compare(fa4_attention_forward, _states(), edges=edges)
+
+
+@needs_fa4
+def test_a_compiled_layer_with_fa4_is_one_graph():
+    states = [state.detach().requires_grad_() for state in _states()]
+    documents = _documents((0, 100, LENGTH))
+    spec = AttentionSpec(states[0].shape[-1] ** -0.5)
+
+    def layer(query, key, value):
+        return fa4_attention_forward(query * 2, key, value, spec, documents).square().sum()
+
+    wanted = torch.autograd.grad(layer(*states), states)
+    found = torch.autograd.grad(torch.compile(layer, fullgraph=True)(*states), states)
+    for ours, eager in zip(found, wanted, strict=True):
+        assert (ours - eager).abs().max() <= 2**-6 * eager.abs().max()
 
 
 def test_short_uses_64_bit_offsets():

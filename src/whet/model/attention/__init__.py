@@ -8,6 +8,7 @@ boundaries come with each forward pass as a keyword argument, which transformers
 from whet.model.attention.backends import (
     cudnn_attention_forward,
     eager_attention_forward,
+    fa4_attention_forward,
     flex_attention_forward,
     sdpa_attention_forward,
     short_attention_forward,
@@ -15,6 +16,7 @@ from whet.model.attention.backends import (
 )
 from whet.model.attention.dispatch import (
     CUDNN_MIN_LENGTH,
+    FA4_MIN_LENGTH,
     LayerAttention,
     choose_backend,
     current_backend,
@@ -39,6 +41,7 @@ from whet.model.attention.interface import (
 
 __all__ = [
     "CUDNN_MIN_LENGTH",
+    "FA4_MIN_LENGTH",
     "AttentionSpec",
     "Documents",
     "LayerAttention",
@@ -51,6 +54,7 @@ __all__ = [
     "describe_backend",
     "document_kwargs",
     "eager_attention_forward",
+    "fa4_attention_forward",
     "flex_attention_forward",
     "inspect_attention",
     "install_backend",

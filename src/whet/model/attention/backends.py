@@ -1,4 +1,5 @@
-"""Attention back-ends over packed documents, one signature: eager (the reference), sdpa, cudnn, varlen, flex, short.
+"""Attention back-ends over packed documents, one signature: eager (the reference), sdpa, cudnn, varlen, fa4, flex,
+short.
 
 Shape letters: H heads, K key-value heads, T tokens, E head width, V head width of values."""
 
@@ -18,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
+from whet.compat.flash_attention import flash_attention_4_backward, flash_attention_4_forward
 from whet.core.console import info, warn
 from whet.core.errors import WhetError
 from whet.model.attention.interface import AttentionSpec, Documents, document_spans
@@ -160,27 +162,94 @@ def _to_token_rows(states: Tensor, width: int) -> Tensor:
     return F.pad(rows, (0, width - rows.shape[-1])) if rows.shape[-1] < width else rows.contiguous()
 
 
-def activate_newest_flash_attention() -> None:
-    """Activate flash attention 3 or 4 if its package is installed for this GPU; otherwise torch's own stays."""
+def activate_flash_attention_3() -> None:
+    """Activate flash attention 3 if its package is installed and the GPU is of the Hopper generation; otherwise torch's
+    own stays."""
     activate = getattr(torch_attention, "activate_flash_attention_impl", None)
     if activate is None or not torch.cuda.is_available() or active_flash_attention() is not None:
         return
-    for name in {9: ("FA3", "FA4"), 10: ("FA4",)}.get(torch.cuda.get_device_capability()[0], ()):
-        try:
-            activate(name)
-        except ImportError:
-            continue
-        except (RuntimeError, ValueError, OSError, AttributeError) as error:
-            warn(f"{name} is installed but cannot be activated ({error}); trying the next one")
-            continue
-        info(f"attention: varlen uses {name}")
+    if torch.cuda.get_device_capability()[0] != 9:
         return
+    try:
+        activate("FA3")
+    except ImportError:
+        return
+    except (RuntimeError, ValueError, OSError, AttributeError) as error:
+        warn(f"FA3 is installed but cannot be activated ({error}); varlen uses torch's own kernels")
+        return
+    info("attention: varlen uses FA3")
 
 
 def active_flash_attention() -> str | None:
-    """FA3 or FA4 if active; None for torch's own."""
+    """FA3 if active, or what the user has activated; None for torch's own."""
     current = getattr(torch_attention, "current_flash_attention_impl", None)
     return current() if current is not None else None
+
+
+# fa4: flash attention 4 (package flash-attn-4) on Hopper GPUs and newer, one kernel for all documents
+
+FA4_HEAD_DIMS = (64, 128)
+"""The head dimensions that were measured and compared with the reference."""
+
+
+def fa4_attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, documents: Documents
+) -> Tensor:
+    """Does not break the graph of a compiled layer: it is one opaque operator there."""
+    if spec.softcap is not None or spec.sinks is not None:
+        raise WhetError("model.attention: fa4 supports neither soft-caps nor sinks, which this model uses; flex does")
+    windowed = spec.window is not None and spec.window < documents.max_seqlen
+    window = spec.window if windowed and spec.window is not None else 0
+    width = max(query.shape[-1], value.shape[-1])  # the kernel takes one head dimension
+    q, k, v = (_to_token_rows(states, width) for states in (query, key, value))
+    out, _ = _fa4_attention(q, k, v, documents.cu_seqlens, documents.max_seqlen, spec.scale, window)
+    return out[None, ..., : value.shape[-1]]
+
+
+@torch.library.custom_op("whet::fa4_attention", mutates_args=())
+def _fa4_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    return flash_attention_4_forward(query, key, value, cu_seqlens, longest, scale, window)
+
+
+@_fa4_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = query.shape
+    return torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("whet::fa4_attention_backward", mutates_args=())
+def _fa4_attention_backward(
+    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, out: Tensor, lse: Tensor,
+    longest: int, scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return flash_attention_4_backward(
+        d_out.contiguous(), query, key, value, cu_seqlens, out, lse, longest, scale, window
+    )
+
+
+@_fa4_attention_backward.register_fake
+def _(
+    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, out: Tensor, lse: Tensor,
+    longest: int, scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _fa4_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, cu_seqlens, ctx.longest, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(query, key, value, cu_seqlens, *output)
+
+
+def _fa4_backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    gradients = _fa4_attention_backward(d_out, *ctx.saved_tensors, ctx.longest, ctx.scale, ctx.window)
+    return *gradients, None, None, None, None
+
+
+_fa4_attention.register_autograd(_fa4_backward, setup_context=_fa4_setup_context)
 
 
 # flex: torch's flex attention on CUDA, with windows, soft-caps and sinks in one compiled kernel, up to fp32
@@ -348,14 +417,14 @@ def _(
     return _empty_gradient(query), _empty_gradient(key), _empty_gradient(value)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _short_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, spans, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(query, key, value, spans, *output)
 
 
-def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _short_backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     gradients = _short_attention_backward(d_out, *ctx.saved_tensors, ctx.scale, ctx.window)
     return *(gradient.transpose(0, 1)[None] for gradient in gradients), None, None, None
 
 
-_short_attention.register_autograd(_backward, setup_context=_setup_context)
+_short_attention.register_autograd(_short_backward, setup_context=_short_setup_context)
