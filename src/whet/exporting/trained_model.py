@@ -244,7 +244,7 @@ class TrainedModel:
                 hook.remove()
             free()
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         """The device of the tensors that are in no file: adapters and RoPE buffers."""
         everything = (*self.language_model.parameters(), *self.language_model.buffers())
