@@ -101,7 +101,7 @@ def train(
             run_training(config, resume=resume, until=until, save=not dry_run)
             return _report(config.folder, smoke, dry_run, was_finished) if is_main else {}
     except StopRequested:
-        raise StoppedError("stopped on request. Start it again to continue (whet train: with --resume)") from None
+        raise StoppedError("stopped on request. To continue: whet runs resume, or whet train with --resume") from None
 
 
 def _report(folder: Path, smoke: bool, dry_run: bool, was_finished: bool) -> dict[str, Any]:

@@ -75,13 +75,14 @@ def export_model(
     if request.out is not None:
         _require_replaceable(request.out)
     certificate = write_export(spec, kind, folder, _probe_conversations(data))
-    difference = f"largest logit difference {certificate.max_logit_difference:.1e}"
-    if not spec.dtype.is_quantized:  # of those, an assessment follows
-        difference += f", same next token at {certificate.same_next_token:.1%} of positions"
-    info(
+    text = (
         f"exported to {folder} in {certificate.dtype}: loaded back by {certificate.loaded_by} and verified on "
-        f"{certificate.conversations} conversations, {difference}"
+        f"{certificate.conversations} conversations"
     )
+    if not spec.dtype.is_quantized:  # of those, an assessment follows
+        text += f", largest logit difference {certificate.max_logit_difference:.1e}"
+        text += f", same next token at {certificate.same_next_token:.1%} of positions"
+    info(text)
     effect = dict(certificate.effect)
     if spec.dtype.is_quantized:  # blocks of weights share scales: what rounding does to single ones means nothing
         effect.pop("lost_to_rounding", None)
