@@ -402,7 +402,7 @@ PLACES: dict[str, Place] = {
             other_test_text,
             page_files("walks/neox-slurm.md", {"nodes: 2\n  gpus: 4 ": "processes: 1 "}),
         ),
-        before={"import config": remove("my.yaml"), "runs show": command("train", "mine.yaml")},
+        before={"import config": remove("my.yaml"), "runs": command("train", "mine.yaml")},
     ),
     "walks/sharegpt.md": Place((new_users_files,), TINY, SAY),
     "walks/spreadsheet.md": Place((new_users_files,), TINY, SAY),

@@ -66,8 +66,16 @@ def test_long_conversations_that_are_split_pass(check: Any, write: Any, talk: An
     assert "40 conversations, rendered again" in found.texts("ids", "ok")
 
 
+def test_what_passes_is_one_line_unless_it_tells_something(whet: Any, recipe: str) -> None:
+    lines = whet("check", recipe).err.splitlines()
+    told = [line for line in lines if line.startswith("✓ ") and not line.startswith("✓ passed: ")]
+    assert {line.split(":")[0] for line in told} == {"✓ kept", "✓ steps", "✓ time"}
+    assert lines[-2].startswith("✓ passed: end of turn, overlap, store, ids, template, ")
+    assert lines[-1] == "→ ready to train: 0 faults, 0 warnings, 15 checks"
+
+
 def test_each_finding_is_one_line(whet: Any, recipe: str) -> None:
-    ended = whet("check", recipe)
+    ended = whet("check", recipe, "--all")
     assert ended.out == ""
     lines = [line for line in ended.err.splitlines() if not line.startswith(("preparing", "loading"))]
     assert len(lines) == 16

@@ -109,7 +109,7 @@ def test_the_recipe_is_what_was_proposed() -> None:
 def test_more_data_is_seen_less_often(tmp_path: Path) -> None:
     """Every value follows from the data: 6,000 conversations get fewer epochs and a smaller held-out share."""
     file = tmp_path / "many.jsonl"
-    file.write_text('{"prompt": "a b c", "completion": "d e f"}\n' * 6000)
+    file.write_text("".join(f'{{"prompt": "a {n} b", "completion": "d e f"}}\n' for n in range(6000)))
     many = {each.key: each.value for each in propose_recipe(str(file), "builtin:tiny")}
     assert many["train.epochs"] == 2
     assert many["data.validation"] == {"fraction": 0.05}
@@ -195,7 +195,7 @@ def test_records_that_cannot_be_read_are_named_and_skipped(
     Path("dump.jsonl").write_text(good * 4 + good[:40] + "\n" + good * 5)
     written = whet("init", "dump.jsonl", "--model", "builtin:tiny")
     assert written.code == 0, written.err
-    assert "1 of the first 10 records cannot be read and will be skipped; the first: dump.jsonl:5: not" in written.err
+    assert "1 of 10 records cannot be used and will be skipped; the first: dump.jsonl:5: not" in written.err
     trained = whet("train", "dump.yaml", "train.steps=1", "export.at_end=none")
     assert trained.code == 0, trained.err
     refused = whet("train", "dump.jsonl", "model.path=builtin:tiny", "run.dir=other")
@@ -289,7 +289,47 @@ def test_what_is_in_the_file_twice_is_dropped_so_that_check_passes(
     once = ROWS.splitlines(keepends=True)
     Path("twice.csv").write_text("".join(["Frage;Antwort\n", *once, *once[:20]]))
     assert whet("init", "twice.csv", "--model", "builtin:tiny").code == 0
-    assert "20 of the first 80 records equal an earlier one" in Path("twice.yaml").read_text()
+    assert "20 of 80 records equal an earlier one" in Path("twice.yaml").read_text()
     checked = whet("check", "twice.yaml")
     assert checked.code == 0, checked.err
     assert read_config(Path("twice.yaml")).data.deduplicate
+
+
+def test_records_are_counted_as_check_counts_them(whet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be read, what is no conversation, what is there twice, and empty lines; the same number of steps."""
+    monkeypatch.chdir(tmp_path)
+    turns = [[{"from": "human", "value": f"{n} cups?"}, {"from": "gpt", "value": f"Yes, {n}."}] for n in range(60)]
+    lines = [json.dumps({"conversations": each}) for each in turns]
+    bad = [lines[0][:20], json.dumps({"conversations": turns[0][:1]})]
+    Path("dump.jsonl").write_text("\n".join([*lines[:30], "", *bad, *lines[30:], *lines[:5], "", ""]))
+    written = whet("init", "dump.jsonl", "--model", "builtin:tiny")
+    assert written.code == 0, written.err
+    assert "dump.jsonl: 1 empty line is not counted" in written.err  # those at the end are none
+    assert "2 of 67 records cannot be used and will be skipped; the first: dump.jsonl:32: " in written.err
+    recipe = Path("dump.yaml").read_text()
+    assert "5 of 67 records equal an earlier one" in recipe
+    assert "about 6 of 60 are held out" in recipe
+    assert "about 27 steps" in recipe
+    checked = whet("check", "dump.yaml")
+    assert checked.code == 0, checked.err
+    assert "60 of 67 conversations kept; dropped: 1 broken JSON, 1 no assistant turn, 5 duplicate" in checked.err
+    assert "✓ empty lines: dump.jsonl: 1 empty line is not counted" in checked.err
+    assert "27 optimizer steps" in checked.err
+
+
+@pytest.mark.parametrize("name", ["a.xlsx", "a.csv"])
+def test_empty_rows_of_a_table_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whet: Any, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [("Frage", "Antwort"), *((f"Wie {n}?", f"So {n}.") for n in range(30))]
+    rows[10:10] = [("", "")] * 3
+    if name.endswith("csv"):
+        Path(name).write_text("".join(f"{question};{answer}\n" for question, answer in rows))
+    else:
+        book = pytest.importorskip("openpyxl").Workbook()
+        for question, answer in rows:
+            book.active.append([question or None, answer or None])
+        book.save(name)
+    written = whet("init", name, "--model", "builtin:tiny")
+    assert (written.code, f"{name}: 3 empty rows are not counted" in written.err) == (0, True), written.err
+    assert "; 30 records" in Path("a.yaml").read_text()
+    assert f"✓ empty lines: {name}: 3 empty rows are not counted" in whet("check", "a.yaml").err

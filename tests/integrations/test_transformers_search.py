@@ -133,6 +133,31 @@ def test_a_trial_that_does_not_resume_is_told_how(
     assert [line["step"] for line in lines(folder) if "val_loss" in line] == [2]
 
 
+def test_a_trial_without_an_eval_dataset_is_refused_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path / "alone", WhetCallback(tmp_path / "alone"), eval_strategy="no", eval_steps=None)
+    trainer.eval_dataset = None
+    trainer.train()  # outside a search, nothing is compared
+    for name, value in SearchTrial(str(tmp_path / "trial"), 3, 1).as_env().items():
+        monkeypatch.setenv(name, value)
+    trainer = make_trainer(tmp_path / "trial", WhetCallback(), eval_strategy="no", eval_steps=None)
+    trainer.eval_dataset = None
+    with pytest.raises(WhetError, match=r"Trainer: eval_dataset is missing.*Pass one to the trainer"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert not (tmp_path / "trial").exists()
+
+
+def test_an_error_of_the_callback_ends_the_search_with_its_first_trial(tmp_path: Path) -> None:
+    (log := tmp_path / "trial.log").write_text("Traceback\nwhet.core.errors.WhetError: Trainer: it lacks it\n")
+    trial: Any = SimpleNamespace(folder=tmp_path / "trial", number=0, until=12)
+    place = LocalPlace.__new__(LocalPlace)
+    place._stops = False
+    end = place._script_end(_Running(trial, 0, log, None, frozenset(), {}), 1)
+    assert (end.exit_code, end.reason) == (ExitCode.USAGE, "Trainer: it lacks it")
+
+
 def test_arguments_are_words_of_the_command() -> None:
     settings = ScriptSettings(
         command=f"{sys.executable} -c 'x y'",

@@ -149,6 +149,7 @@ def test_a_second_shell_shows_stops_and_resumes(
     assert_same(run, whole)
     log = second_shell(tmp_path, "logs", "a", "--rank", "0").stdout
     assert f"stopped after step {ended['step']}" in log
+    assert f"a checkpoint is saved. To continue: whet runs resume {run}" in log
     assert second_shell(tmp_path, "delete", "a", "--yes").returncode == 0
     assert not run.exists()
 

@@ -70,7 +70,7 @@ def recipe_of(base: Path, data: Path, run: Path, *settings: str) -> list[str]:
 
 def test_plain_text_needs_no_template(base: Path, whet: Callable[..., Any], tmp_path: Path) -> None:
     text = write_lines(tmp_path / "text.jsonl", [{"text": f"the fox number {i}"} for i in range(20)])
-    checked = whet("check", *recipe_of(base, text, tmp_path / "run"))
+    checked = whet("check", *recipe_of(base, text, tmp_path / "run"), "--all")
     assert checked.code == 0, checked.out
     assert "plain text needs none" in checked.out + checked.err
     trained = whet("train", *recipe_of(base, text, tmp_path / "run"))

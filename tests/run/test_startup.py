@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -241,3 +242,17 @@ def test_parts_that_took_no_time_are_not_mentioned() -> None:
     text = "first step after 3.0 s: 1.0 s model, 2.0 s the step"
     assert startup_summary(seconds) == text
     assert startup_summary(seconds, 570) == f"{text}; about 19 min for the 570 to come"
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_torch_is_imported(tmp_path: Path, recipe: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("model: {path: builtin:tiny}\n")
+    code = (
+        "import sys\nfrom whet.cli.app import app\n"
+        "try:\n    app()\nfinally:\n    print(sorted({'torch', 'transformers'} & {*sys.modules}))"
+    )
+    words = [os.environ["WHET_TEST_PYTHON"], "-c", code, "train", recipe, f"run.dir={run}"]  # not a fork with torch
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "[]\n"), ended.stderr
+    assert f"{run}: this folder holds a run already. Continue it with --resume" in ended.stderr

@@ -37,7 +37,7 @@ def test_a_stop_file_stops_like_a_signal_and_only_once(
     ended = whet("train", recipe, "train.precision=fp64", f"run.dir={folder}")
     asking.join()
     assert ended.code == 75
-    assert "a checkpoint is saved" in ended.err
+    assert "a checkpoint is saved. To continue: whet runs resume " in ended.err
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("stopped", 75)
     assert status["step"] == len(exact_of(folder)) - 1  # not the step of the last heartbeat

@@ -75,7 +75,7 @@ def search(
 
             plan = plan_search(recipe, overrides or [])
             planned = preview_search(plan)
-            _print_preview(planned, plan, to_stdout=preview and not as_json)
+            _print_preview(planned, plan, with_rungs=preview, to_stdout=preview and not as_json)
             return planned if preview else _run(plan, resume, on is SearchTarget.SLURM, as_json)
     except StopRequested:
         raise StoppedError("stopped on request. Continue the search with --resume") from None
@@ -110,26 +110,35 @@ def _run(plan: SearchPlan, resume: bool, on_slurm: bool, as_json: bool) -> dict[
     return found
 
 
-def _print_preview(planned: dict[str, Any], plan: SearchPlan, to_stdout: bool) -> None:
+def _print_preview(planned: dict[str, Any], plan: SearchPlan, with_rungs: bool, to_stdout: bool) -> None:
     from whet.core.console import info, print_result
     from whet.report.formatting import format_count
     from whet.runs.text import format_table
 
-    unit = planned["unit"]
+    unit, has_tokens = planned["unit"], planned["tokens"] is not None
     rows = [
-        [str(number), str(index + 1), format_count(rung[unit]), f"{rung['trials']:g}", format_count(rung["tokens"])]
+        [
+            str(number), str(index + 1), format_count(rung[unit]), _format_trials(rung["trials"]),
+            *([format_count(rung["tokens"])] if has_tokens else []),
+        ]
         for number, bracket in enumerate(planned["brackets"])
         for index, rung in enumerate(bracket["rungs"])
-    ]
+    ]  # fmt: skip
     ranges = len(plan.space.parameters)
-    tokens = "" if planned["tokens"] is None else f"{format_count(planned['tokens'])} tokens, "
+    tokens = f"{format_count(planned['tokens'])} tokens, " if has_tokens else ""
     lines = [
         f"{planned['method']}: {planned['trials']} trials of {ranges} parameter{'s' * (ranges != 1)}, by "
-        f"{plan.metric}; about {tokens}{planned['share']:.0%} of as many full-length trials",
-        *format_table(["bracket", "rung", unit, "trials", "tokens"], rows),
+        f"{plan.metric}; about {tokens}{planned['share']:.0%} of the cost of as many full-length trials",
     ]
+    if with_rungs:
+        lines += format_table(["bracket", "rung", unit, "trials", *(["tokens"] if has_tokens else [])], rows)
     for line in lines:
         (print_result if to_stdout else info)(line)
+
+
+def _format_trials(expected: float) -> str:
+    """How many trials come to a rung depends on their values."""
+    return f"{expected:g}" if expected == int(expected) else f"about {expected:.0f}"
 
 
 def _print_result(result: SearchResult, plan: SearchPlan, to_stdout: bool) -> None:

@@ -77,9 +77,14 @@ def train(
                 config = propose_config(recipe, overrides or [])
             else:
                 config = read_config(recipe, overrides or [])
+            from whet.run import trial
+            from whet.run.resume import refuse_used_folder
+
+            is_main = launch_env.rank() == 0
+            if is_main and not (resume or fresh or smoke or dry_run):
+                refuse_used_folder(config.folder)
             prefetch_weights(config.model.path, config.model.revision)
             with import_without_gc():  # after the recipe is read: a mistake in it is reported at once
-                from whet.run import trial
                 from whet.run.lifecycle import run_training
                 from whet.run.models.model_reference import resolve_model_reference
 
@@ -88,7 +93,6 @@ def train(
                 config = trial.smoke_config(config)
             if dry_run:
                 config = trial.dry_run_config(config)
-            is_main = launch_env.rank() == 0
             if is_main and (smoke or dry_run):
                 trial.delete_previous_trial(config.folder)
             if fresh:
@@ -97,7 +101,7 @@ def train(
             run_training(config, resume=resume, until=until, save=not dry_run)
             return _report(config.folder, smoke, dry_run, was_finished) if is_main else {}
     except StopRequested:
-        raise StoppedError("stopped on request. Start it again to continue (whet train: with --resume)") from None
+        raise StoppedError("stopped on request. To continue: whet runs resume, or whet train with --resume") from None
 
 
 def _report(folder: Path, smoke: bool, dry_run: bool, was_finished: bool) -> dict[str, Any]:
@@ -122,12 +126,15 @@ def _report(folder: Path, smoke: bool, dry_run: bool, was_finished: bool) -> dic
         costs, predicted = counted_costs(folder), predicted_costs(folder)
         result |= {"used": costs and costs.as_dict(), "predicted": predicted and predicted.as_dict()}
         if costs is not None:
-            info(f"used {costs}" + (f"; predicted {predicted}" if predicted is not None else ""))
+            info(
+                f"used {costs}"
+                + (f"; predicted {predicted}" if predicted is not None and predicted.is_worth_predicting else "")
+            )
         page = view.folder / "report.html" if was_finished else write_report(folder)
         is_finished = view.status.state == "finished"
         info(f"{'done' if is_finished else 'so far'}: {view.folder} · report {page}")
         if is_finished:
-            info(f"next:\n  whet chat {folder}\n  whet eval {folder}\n  whet export {folder} --to gguf")
+            info(f"next: whet chat {folder}, or whet export {folder} --to gguf")
     return result
 
 

@@ -254,8 +254,9 @@ def live_console() -> Console | None:
 
 
 @contextmanager
-def progress(title: str, total: int | None, done: int = 0) -> Iterator[ProgressBar]:
-    """A progress bar on a terminal, removed at the end; in a log file, a line every 20 seconds."""
+def progress(title: str, total: int | None, done: int = 0, ends_with_line: bool = True) -> Iterator[ProgressBar]:
+    """A progress bar on a terminal, removed at the end; in a log file, a line every 20 seconds and, with
+    `ends_with_line`, one at the end."""
     end_start()
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -264,7 +265,8 @@ def progress(title: str, total: int | None, done: int = 0) -> Iterator[ProgressB
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
         TextColumn("{task.fields[note]}", markup=False),
     )
-    with Progress(*columns, console=_console, disable=_quiet, transient=_console.is_terminal) as display:
+    is_off = _quiet or not (ends_with_line or _console.is_terminal)
+    with Progress(*columns, console=_console, disable=is_off, transient=_console.is_terminal) as display:
         task = display.add_task(escape_controls(mask_secrets(title)), total=total, completed=done, note="")
         yield ProgressBar(display, task)
         display.refresh()  # the last count: rich removes a bar below another one as it was drawn last

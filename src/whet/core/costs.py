@@ -13,6 +13,7 @@ from whet.core.errors import WhetError
 from whet.core.yaml import read_yaml
 
 USAGE_FILE = "usage.json"
+_LONG_HOURS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,11 @@ class Costs:
         hours = seconds / 3600 * devices
         kwh, money = None if joules is None else joules / 3.6e6, None if price is None else hours * price
         return cls(seconds, hours, kwh, money)
+
+    @property
+    def is_worth_predicting(self) -> bool:
+        """Whether a prediction is printed: the bar shows the time left of a short run."""
+        return self.device_hours >= _LONG_HOURS or self.money is not None
 
     def as_dict(self) -> dict[str, float | None]:
         return asdict(self)

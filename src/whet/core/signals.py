@@ -19,7 +19,7 @@ from types import FrameType
 from whet.core.errors import StoppedError
 
 STOPPED_BEFORE_CHECKPOINT = (
-    "stopped before a step was saved. Start it again (whet train: with --resume): it starts over"
+    "stopped before a step was saved. `whet runs resume`, or `whet train` with --resume, starts it over"
 )
 
 _Handlers = dict[signal.Signals, object]

@@ -82,7 +82,7 @@ def compare_weights(
     weights = trained_weights(trained.language_model)
     unchanged: list[str] = []
     wrong: list[str] = []
-    with progress("comparing weights", len(weights)) as bar:
+    with progress("comparing weights", len(weights), ends_with_line=False) as bar:
         for weight in weights:
             effect, equal_to_base = _compare_weight(weight, trained, exported, dtype)
             findings.effect.append(effect)

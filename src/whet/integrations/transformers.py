@@ -93,7 +93,9 @@ class WhetCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Open the folder; raises a WhetError if another process uses it."""
+        """Open the folder; raises a WhetError if another process uses it, or if a trial has nothing to evaluate on."""
+        if self._trial is not None:
+            _require_eval_dataset(_find_trainer(sys._getframe()))
         self._end("failed", ExitCode.FAILED, "training ended with an error")  # of an earlier `train` of this process
         self.stopped = self._is_at_rung = False
         self._signals.clear()
@@ -260,7 +262,8 @@ class WhetCallback(TrainerCallback):
         """Ctrl-C stays Python's: in a notebook, it means now."""
         if threading.current_thread() is not threading.main_thread():
             return
-        self._trainer_code = _trainer_code(sys._getframe())
+        trainer = _find_trainer(sys._getframe())
+        self._trainer_code = None if trainer is None else trainer[1]
         wanted = [number for number in stop_signals() if number != signal.SIGINT]
         self._handlers = {number: signal.signal(number, self._on_signal) for number in wanted}
 
@@ -322,10 +325,24 @@ def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _trainer_code(frame: FrameType) -> CodeType | None:
-    """The code of `Trainer.train`, which is on the stack as long as training lasts."""
-    codes = [each.f_code for each in _frames(frame) if isinstance(each.f_locals.get("self"), Trainer)]
-    return codes[-1] if codes else None
+def _find_trainer(frame: FrameType) -> tuple[Trainer, CodeType] | None:
+    """The trainer that calls this callback, and the code of its `train`, which is on the stack as long as training
+    lasts."""
+    found = [(each.f_locals["self"], each.f_code) for each in _frames(frame) if _is_of_trainer(each)]
+    return found[-1] if found else None
+
+
+def _is_of_trainer(frame: FrameType) -> bool:
+    return isinstance(frame.f_locals.get("self"), Trainer)
+
+
+def _require_eval_dataset(found: tuple[Trainer, CodeType] | None) -> None:
+    """Trainer itself would find it missing at the trial's first rung, after so many steps."""
+    if found is not None and getattr(found[0], "eval_dataset", None) is None:
+        raise WhetError(
+            f"{type(found[0]).__name__}: eval_dataset is missing: `whet search` compares trials by their eval_loss. "
+            "Pass one to the trainer"
+        )
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -57,8 +57,7 @@ def describe_conflicts(groups: list[list[Origin]], total: int) -> str:
     examples = "; ".join(f"{group[0]} and {group[1]}" for group in groups[:2])
     return (
         f"{number:,} of {total:,} conversations ask nearly the same as another one and have another answer, such as "
-        f"{examples}. The model cannot tell which to give: keep one answer, or write what decides into the question. "
-        "Several good answers to a question are fine"
+        f"{examples}. Unless all of them are good, keep one answer, or write what decides into the question"
     )
 
 

@@ -129,10 +129,24 @@ def _dropped_findings(account: dict[str, Any], limit: int) -> Iterator[Finding]:
         "truncation", account, cut, f"{long} and truncated, so that the last answer has no end", "truncated",
         "Raise it, or set data.too_long=split or drop",
     )  # fmt: skip
+    yield from _bad_line_findings(account, reasons)
+
+
+def _bad_line_findings(account: dict[str, Any], reasons: dict[str, int]) -> Iterator[Finding]:
+    """One fault and one warning at most: each reason is judged by itself, and those of a level are told together."""
+    total = account["conversations"]["in"]
+    levels: dict[Level, dict[str, int]] = {"fault": {}, "warning": {}}
     for reason, number in reasons.items():
-        yield from _share_finding(
-            "bad lines", account, number, f"invalid ({reason}) and dropped", reason, "Fix these lines"
-        )
+        levels["fault" if number > _FAULT_SHARE * total else "warning"][reason] = number
+    for level, some in levels.items():
+        if some:
+            number = sum(some.values())
+            shown = 3 if len(some) == 1 else 1
+            first = ", ".join(f"{', '.join(account['first'][reason][:shown])} ({reason})" for reason in some)
+            share = f"{number:,} of {total:,} conversations ({number / total:.1%})"
+            yield Finding(
+                "bad lines", level, f"{_source_name(account)}: {share} invalid and dropped; first {first}. Fix them"
+            )
 
 
 def _share_finding(
@@ -239,6 +253,8 @@ def _check_one_store(
     else:
         yield Finding("store", "ok", f"{use}: {total:,} conversations match their hashes")
     found = compare_with_sources(store, sources, data.conversation_tokenizer.make_renderer(cached=False), config.data)
+    for text in found.blank:
+        yield Finding("empty lines", "ok", text)
     remedy = (
         f"The data or the tokenizer library has changed since. Delete the folder {store.folder} to prepare it again; "
         "if that does not help, please report it"
@@ -357,8 +373,7 @@ def check_step_count(config: Config, data: RunData) -> Iterator[Finding]:
     steps = f"{len(plan):,} optimizer steps, each of {describe_step(config, plan)}"
     batch = config.train.batch
     if batch.conversations is not None or config.data.packing == "none":
-        text = f"{steps}; packing does not change their number"
-        yield Finding("steps", "ok", text)
+        yield Finding("steps", "ok", steps)
         return
     rows = config.rows_per_step or 1
     if config.train.steps is not None:
@@ -392,6 +407,8 @@ class StoreComparison:
     answers: int = 0
     straddling: list[tuple[str, StraddlingTokens]] = field(default_factory=list)
     """Those of the answers that share a token with their prompt, with their origins."""
+    blank: list[str] = field(default_factory=list)
+    """Sources with empty lines or rows, and how many."""
 
 
 def find_corrupted(store: Store) -> tuple[int, list[str]]:
@@ -420,6 +437,8 @@ def compare_with_sources(
                 found.pretokenized += 1
             elif isinstance(item, Conversation | PlainText | MarkedText) and len(documents) == 1:
                 _compare_document(found, store, int(documents[0]), item, renderer, config)
+        if blank := reader.describe_blank():
+            found.blank.append(f"{source.path}: {blank}")
     return found
 
 

@@ -111,8 +111,6 @@ def show_documents(target: InspectionTarget, start: int, limit: int, pieces: boo
             console.print(_render_tokens(ids, loss, target.decoder))
         else:
             console.print(_highlight(supervised_segments(ids, loss, target.decoder), console.is_terminal))
-    if isinstance(target.documents, Store) and (hint := target.documents.describe_ledger_lines()) is not None:
-        info(hint)
     return {"documents": shown}
 
 

@@ -22,9 +22,11 @@ from whet.core.resources import available_memory, multiplies_bf16
 from whet.core.yaml import dump_yaml_inline, parse_yaml
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, PlainText
+from whet.data.prepare.store import Store
+from whet.data.prepare.tokenize import DROPPED_BY_POLICY
 from whet.data.read.sources import SourceReader, expected_records, propose_source
 from whet.model.load.weight_files import locate_model
-from whet.preflight.conflicting_answers import describe_conflicts, find_conflicting_answers
+from whet.preflight.conflicting_answers import find_conflicting_answers
 from whet.run.data import prepare_data
 
 DEFAULT_MODEL = "builtin:smollm2"
@@ -58,16 +60,33 @@ class DataSummary:
     """Whether format and fields were guessed from the names of the columns."""
     note: str
     """The line about the format, without the path."""
-    conversations: int
+    records: int
+    """An estimate where only the first were read."""
+    sampled: int
+    """How many were read."""
+    kept: int
+    """Of those, the ones that can be trained on."""
     lengths: tuple[int, ...]
     """Tokens of each sampled conversation, ascending."""
     lengths_note: str
     """How they were counted, where not by the model's tokenizer."""
     is_text: bool
-    bad: tuple[BadRecord, ...] = ()
-    """Those that cannot be read."""
-    duplicates: int = 0
-    """Records that equal an earlier one, of the first ones."""
+    bad: tuple[str, ...]
+    """Place and explanation of those that cannot be used."""
+    duplicates: int
+    """Of those that were kept, the ones that equal an earlier one."""
+    drops_duplicates: bool
+
+    @property
+    def conversations(self) -> int:
+        """What is left to train on, and to hold out."""
+        left = self.kept - (self.duplicates if self.drops_duplicates else 0)
+        return round(self.records * left / max(1, self.sampled))
+
+    @property
+    def of_sampled(self) -> str:
+        """The end of `3 of …`."""
+        return f"{self.sampled:,}" if self.sampled == self.records else f"the first {self.sampled:,}"
 
 
 def propose_recipe(path: str, model: str, guess: bool = True) -> list[ProposedSetting]:
@@ -76,7 +95,7 @@ def propose_recipe(path: str, model: str, guess: bool = True) -> list[ProposedSe
     known = find_known(model)
     model_path = known.path if known else model
     source, is_guessed = propose_source(path, guess)
-    data = _summarize(source, is_guessed, model_path)
+    data = _summarize(source, is_guessed, model_path, guess)
     return [
         ProposedSetting("model.path", model_path, f"{known.billions:g} billion parameters" if known else ""),
         *_adapter_settings(model_path, known, data),
@@ -145,23 +164,44 @@ def _commented(line: str, reason: str) -> list[str]:
 # What the data is like.
 
 
-def _summarize(source: Source, is_guessed: bool, model: str) -> DataSummary:
+def _summarize(source: Source, is_guessed: bool, model: str, may_drop: bool) -> DataSummary:
+    """`may_drop`: the recipe may drop duplicates."""
     reader = SourceReader(source)
     note = (reader.description or "").removeprefix(f"{source.path}: ")
     items = [reader.parse(raw) for raw in itertools.islice(reader.records(), _SAMPLED_RECORDS)]
+    is_whole = len(items) < _SAMPLED_RECORDS
     is_text = any(isinstance(item, PlainText) for item in items)
     good = [item for item in items if isinstance(item, (Conversation, PlainText))]
-    bad = tuple(item for item in items if isinstance(item, BadRecord))
-    if conflicts := find_conflicting_answers(items):
-        warn(describe_conflicts(conflicts, len(good)))
-    lengths, lengths_note = _count_tokens(source, model), ""
-    if lengths is None:
+    bad = [f"{item.origin}: {item.explanation}" for item in items if isinstance(item, BadRecord)]
+    kept, duplicates, lengths_note = len(good), len(good) - len({_content(item) for item in good}), ""
+    store = _prepare_sample(source, model)
+    if store is None:
         lengths = [int(_characters(item) / _CHARACTERS_PER_TOKEN) + 16 for item in good]
         lengths_note = ". Estimated from characters, as the tokenizer cannot be loaded here: check it"
-    total = expected_records(source)
-    lengths_found = tuple(sorted(lengths) or [1])
-    duplicates = len(good) - len({_content(item) for item in good})
-    return DataSummary(source, is_guessed, note, total, lengths_found, lengths_note, is_text, bad, duplicates)
+    else:  # count as `whet check` does: a record that can be read may still be no conversation
+        [account] = store.manifest["accounts"]
+        lengths, kept, duplicates = store.lengths.tolist(), account["conversations"]["kept"], account["duplicates"]
+        bad = _bad_lines(store) if store.ledger_lines else bad
+    if is_whole and (blank := reader.describe_blank()):
+        info(f"{source.path}: {blank}")
+    if conflicts := find_conflicting_answers(items):
+        number = sum(map(len, conflicts))
+        warn(f"{number:,} of {kept:,} conversations answer nearly the same question differently; whet check names them")
+    return DataSummary(
+        source, is_guessed, note, len(items) if is_whole else expected_records(source), len(items), kept,
+        tuple(sorted(lengths) or [1]), lengths_note, is_text, tuple(bad), duplicates,
+        may_drop and duplicates >= max(1, _MANY_DUPLICATES * len(items)),
+    )  # fmt: skip
+
+
+def _bad_lines(store: Store) -> list[str]:
+    """Place and explanation of the records at which train would stop."""
+    entries = (json.loads(line) for line in store.iter_ledger_lines("train"))
+    return [
+        f"{entry['file']}:{entry['line']}: {entry['detail']}"
+        for entry in entries
+        if entry["outcome"] == "dropped" and entry["reason"] not in DROPPED_BY_POLICY
+    ]
 
 
 def _content(item: Conversation | PlainText) -> str:
@@ -174,20 +214,19 @@ def _characters(item: Conversation | PlainText) -> int:
     return sum(len(message.content) + len(message.reasoning) + 10 for message in item.messages)
 
 
-def _count_tokens(source: Source, model: str) -> list[int] | None:
-    """Tokens of each sampled conversation; None where the model's tokenizer is out of reach."""
+def _prepare_sample(source: Source, model: str) -> Store | None:
+    """The store of the first records; None where the model's tokenizer is out of reach."""
     locate_model(model)  # a wrong path is an error of its own
     sample = source.model_dump(exclude_none=True) | {"max_samples": _SAMPLED_RECORDS}
     tree = {"model": {"path": model}, "data": {"sources": [sample], "max_length": _LONGEST_CONTEXT, "on_bad": "skip"}}
     config = Config.model_validate(tree)
     try:
-        store = prepare_data(config).train.store
+        return prepare_data(config).train.store
     except WhetError as error:
         if "/" not in model or Path(model).exists():
             raise
         info(f"{model}: {first_line(error)}")
         return None
-    return [int(length) for length in store.lengths]
 
 
 # What follows from it.
@@ -195,7 +234,7 @@ def _count_tokens(source: Source, model: str) -> list[int] | None:
 
 def _source_settings(data: DataSummary) -> list[ProposedSetting]:
     source = {"path": data.source.path}
-    reason = f"{data.note}; {data.conversations:,} records"
+    reason = f"{data.note}; {data.records:,} records"
     if not data.is_guessed:
         return [ProposedSetting("data.sources", [source], reason)]
     guessed = {**source, "format": data.source.format, "fields": dict(data.source.fields or {})}
@@ -206,21 +245,16 @@ def _bad_record_settings(data: DataSummary) -> list[ProposedSetting]:
     """Only in a file that the user reads: by itself, whet stops at the first bad record."""
     if not data.bad:
         return []
-    first, seen = data.bad[0], min(data.conversations, _SAMPLED_RECORDS)
-    warn(
-        f"{len(data.bad):,} of the first {seen:,} records cannot be read and will be skipped; the first: "
-        f"{first.origin}: {first.explanation}"
-    )
-    reason = f"{len(data.bad):,} of the first {seen:,} records cannot be read; without this line, train stops at them"
-    return [ProposedSetting("data.on_bad", "skip", reason)]
+    share = f"{len(data.bad):,} of {data.of_sampled} records cannot be used"
+    warn(f"{share} and will be skipped; the first: {data.bad[0]}")
+    return [ProposedSetting("data.on_bad", "skip", f"{share}; without this line, train stops at them")]
 
 
 def _duplicate_settings(data: DataSummary) -> list[ProposedSetting]:
     """Where `whet check` would complain."""
-    seen = min(data.conversations, _SAMPLED_RECORDS)
-    if not data.duplicates or data.duplicates < _MANY_DUPLICATES * seen:
+    if not data.drops_duplicates:
         return []
-    reason = f"{data.duplicates:,} of the first {seen:,} records equal an earlier one: drop them"
+    reason = f"{data.duplicates:,} of {data.of_sampled} records equal an earlier one: drop them"
     return [ProposedSetting("data.deduplicate", True, reason)]
 
 
@@ -277,11 +311,14 @@ def _training_settings(data: DataSummary, known: KnownModel | None, is_adapter: 
     epochs = 4 if total < 500 else 3 if total < 5000 else 2 if total < 50_000 else 1
     batch = 8 if total < 300 else 16 if total < 20_000 else 64
     rate = (known.lora_lr if known else 2e-4) if is_adapter else (known.full_lr if known else 2e-5)
-    steps = max(1, math.ceil(total * (1 - _held_out_fraction(data)) * epochs / batch))
+    trained_on = total - round(total * _held_out_fraction(data))
+    steps = max(1, math.ceil(trained_on * epochs / batch))
     usual = "LoRA" if is_adapter else "all weights"
     found = [
         ProposedSetting(
-            "train.epochs", epochs, f"{total:,} records: {'few' if epochs > 2 else 'many'}, so each is seen {epochs} ×"
+            "train.epochs",
+            epochs,
+            f"{total:,} conversations: {'few' if epochs > 2 else 'many'}, each seen {epochs} ×",
         ),
         ProposedSetting("train.batch", {"conversations": batch}, f"about {steps:,} steps"),
         ProposedSetting("train.optimizer", {"lr": rate}, f"usual for {usual}; `whet search RECIPE --lr` finds yours"),

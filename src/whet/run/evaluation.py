@@ -368,7 +368,7 @@ def _sum_losses(
     """This rank's sums; None: the device has too little memory for these micro-batches, and smaller ones may fit."""
     sums = ValidationSums(loader.documents(0), metadata)
     try:
-        with progress("validating", loader.micro_batch_count(0)) as bar:
+        with progress("validating", loader.micro_batch_count(0), ends_with_line=False) as bar:
             launched: deque[tuple[PackedBatch, _HostLosses]] = deque()
             for _, batch in loader.micro_batches(0):
                 PHASE.enter("validating")

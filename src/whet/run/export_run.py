@@ -45,6 +45,8 @@ from whet.training.precision import PrecisionPolicy, resolve_precision
 
 _PROBE_COUNT = 4  # conversations on which an export is compared with the trained model
 _CALIBRATION_TOKENS = 4_096
+_MUCH_ROUNDED = 0.5
+"""Of the elements that training changed: a larger share lost to the export's dtype is told."""
 KIND_ALIASES = {"hf": "merged"}
 EXPORT_FORMATS["neox"] = NeoXFormat()
 
@@ -73,28 +75,37 @@ def export_model(
     if request.out is not None:
         _require_replaceable(request.out)
     certificate = write_export(spec, kind, folder, _probe_conversations(data))
-    info(
+    text = (
         f"exported to {folder} in {certificate.dtype}: loaded back by {certificate.loaded_by} and verified on "
-        f"{certificate.conversations} conversations, largest logit difference {certificate.max_logit_difference:.1e}, "
-        f"same next token at {certificate.same_next_token:.1%} of positions"
+        f"{certificate.conversations} conversations"
     )
+    if not spec.dtype.is_quantized:  # of those, an assessment follows
+        text += f", largest logit difference {certificate.max_logit_difference:.1e}"
+        text += f", same next token at {certificate.same_next_token:.1%} of positions"
+    info(text)
     effect = dict(certificate.effect)
     if spec.dtype.is_quantized:  # blocks of weights share scales: what rounding does to single ones means nothing
         effect.pop("lost_to_rounding", None)
-    info(describe_effect(effect))
+    if not _is_complete(effect):
+        info(describe_effect(effect))
     if kind == "gguf":
         certificate = _report_gguf(config, spec, folder, certificate, ranks)
     return folder, certificate
 
 
+def _is_complete(effect: dict[str, Any]) -> bool:
+    """Whether every trained weight has moved and is in the export, and rounding kept most of what has changed."""
+    count = effect["weights"]
+    is_whole = effect["moved"] == count == effect.get("exported", count) and not effect.get("untouched_experts")
+    return is_whole and effect.get("lost_to_rounding", 0.0) < _MUCH_ROUNDED
+
+
 def _report_gguf(config: Config, spec: ExportSpec, folder: Path, certificate: Certificate, ranks: Ranks) -> Certificate:
     """Print what a user needs to know of a GGUF file; of a quantized one, score the run's tasks, too."""
     file = gguf_file(folder)
-    types = ", ".join(f"{count} {kind}" for kind, count in certificate.details["tensors"].items())
-    info(f"tensors: {types}")
     if because := certificate.details.get("fell_back_because"):
-        count = sum(certificate.details["fell_back"].values())
-        info(f"{count} of them have another type than {certificate.dtype} gives: {because}")
+        count, total = (sum(certificate.details[key].values()) for key in ("fell_back", "tensors"))
+        info(f"{count} of {total} tensors have another type than {certificate.dtype} gives: {because}")
     for note in certificate.details.get("notes", ()):
         info(note)
     if spec.dtype.is_quantized and certificate.same_next_token is not None and certificate.kl is not None:

@@ -84,7 +84,8 @@ class RunMonitor:
             with contextlib.suppress(OSError):
                 is_new = self._predicted is None and self._predict()
                 write_usage(self._run, [*self._earlier, self._session], self._predicted)
-                if is_new and (costs := predicted_costs(self._run)) is not None:
+                costs = predicted_costs(self._run) if is_new else None
+                if costs is not None and costs.is_worth_predicting:
                     info(f"predicted for the whole run: {costs}")
 
     def _predict(self) -> bool:

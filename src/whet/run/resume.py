@@ -44,7 +44,9 @@ def open_run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFo
             raise gone from None
         known = None if isinstance(error, WhetError) else os_error(error, "writing the run", folder.path)
         if isinstance(error, KeyboardInterrupt) and directory.newest_checkpoint(folder.path / "checkpoints"):
-            known = StoppedError("interrupted; the last checkpoint is good. Start it again to continue")
+            known = StoppedError(
+                f"interrupted; the last checkpoint is good. To continue: whet runs resume {folder.path}"
+            )
         elif isinstance(error, StopRequested):
             known = StoppedError(STOPPED_BEFORE_CHECKPOINT)
         elif isinstance(error, KeyboardInterrupt):
@@ -65,15 +67,26 @@ def _require_usable_folder(folder: RunFolder, config: Config, resume: bool) -> N
         folder.require_empty()
         return
     if not resume:
-        raise WhetError(
-            f"{folder.path}: this folder holds a run already. Continue it with --resume, move it aside with --fresh, "
-            "or give the new run another folder: run.dir=FOLDER"
-        )
+        raise _used_folder_error(folder.path)
     require_same_settings(folder.path, config)
     hashes = VariableHashes(folder.path)
     for key, value in config.variables().items():
         if hashes.has(key) and not hashes.matches(key, value):
             info(f"{key}: its environment variable has another value than when the run began; training does not change")
+
+
+def refuse_used_folder(path: Path) -> None:
+    """Refuse a new run in a folder that holds one, before anything slow is done: this module imports no torch."""
+    if (path / "config.yaml").exists():
+        RunFolder(path).release()  # or an error that names the process that uses it
+        raise _used_folder_error(path)
+
+
+def _used_folder_error(path: Path) -> WhetError:
+    return WhetError(
+        f"{path}: this folder holds a run already. Continue it with --resume, move it aside with --fresh, or give the "
+        "new run another folder: run.dir=FOLDER"
+    )
 
 
 def require_same_settings(path: Path, config: Config) -> None:

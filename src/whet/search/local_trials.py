@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.core.display import mask_secrets
-from whet.core.errors import ExitCode, RunFailedError
+from whet.core.errors import ExitCode, RunFailedError, WhetError
 from whet.core.heartbeat import report_texts
 from whet.core.launch_env import SearchTrial
 from whet.core.resources import available_cores
@@ -45,6 +45,10 @@ class _Running:
     """What the run folder said before."""
     status: dict[str, Any]
     """Its status.json before this start."""
+
+
+_OWN_ERROR = f"{WhetError.__module__}.{WhetError.__name__}: "
+"""How the last line of a script begins that ends with an error of WhetCallback."""
 
 
 class LocalPlace:
@@ -160,7 +164,9 @@ class LocalPlace:
             reason = f"it ended after step {status['step']}, before its rung at step {trial.until}. {reason}"
         elif status.get("state") != "failed" or is_old:
             reason = f"exit code {code}: {_last_line(running.log)}"
-        is_usage = code == ExitCode.USAGE and not status  # argparse ends so before there is a run folder
+        # argparse ends so before there is a run folder; WhetCallback refuses a script that it cannot train
+        is_usage = (code == ExitCode.USAGE or _OWN_ERROR in reason) and not status
+        reason = reason.rpartition(_OWN_ERROR)[2]
         return TrialEnd(trial.number, ExitCode.USAGE if is_usage else ExitCode.FAILED, reason)
 
     def stop(self) -> None:

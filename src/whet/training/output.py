@@ -15,7 +15,7 @@ from whet.core.run_folder import RunFolder
 from whet.evaluation.training_losses import TrainingLossWriter
 from whet.evaluation.validation_losses import ConversationLosses, add_validation_losses, truncate_validation_losses
 from whet.inference.tasks.task import AnsweredExample
-from whet.model.weight_effect import EFFECT_FILE, WeightEffect, describe_effect, effect_summary, effect_warnings
+from whet.model.weight_effect import EFFECT_FILE, WeightEffect, effect_summary, effect_warnings
 from whet.training.records import RECORDS, Prefix, record_file, restore_records
 from whet.training.trackers import Trackers
 
@@ -126,7 +126,6 @@ class FolderOutput(RunOutput):
         summary = effect_summary(effects)
         modules = [each.as_dict() for each in effects]
         write_hashed_json(self._folder.path / EFFECT_FILE, {"step": step, **summary, "modules": modules})
-        info(describe_effect(summary))
         for problem in effect_warnings(effects):
             warn(problem)
 

@@ -107,7 +107,7 @@ def train(run: Run) -> None:
                     run.model.train()  # not before every step: a model with adapters has thousands of modules
                 if stop:
                     wait_for_save(run)
-                    saved = "a checkpoint is saved. Start it again to continue (whet train: with --resume)"
+                    saved = f"a checkpoint is saved. To continue: whet runs resume {run.config.folder}"
                     if run.config.checkpoint.optimizer == "none":
                         saved = "its weights are saved, without the optimizer's state (checkpoint.optimizer: none)"
                     raise StoppedError(f"stopped after step {run.step} of {run.intervals.steps}; {saved}")

@@ -12,6 +12,8 @@ from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_comm
 if TYPE_CHECKING:
     from whet.preflight.data_checks import Finding
 
+_SHOWN = ("kept", "empty lines", "ledger", "system", "steps", "batch", "time")
+"""Checks of a recipe that tell something where nothing is wrong. Of the others, their names do."""
 _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "fault": ("✗", "bold red")}
 
 
@@ -22,6 +24,7 @@ def check(
         typer.Argument(metavar="CONFIG|RUN", help="A recipe, or the folder of a run.", show_default=False),
     ],
     overrides: OverridesArgument = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Print what every check of a recipe found.")] = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
@@ -35,11 +38,17 @@ def check(
     from whet.core.console import info_item
     from whet.core.errors import ExitCode
 
+    passed: dict[str, None] = {}
+    is_run = (what / "config.yaml").is_file()
+
     def report(finding: Finding) -> None:
+        if finding.level == "ok" and not (is_run or show_all or finding.check in _SHOWN):
+            passed[finding.check] = None
+            return
         sign, style = _SIGNS[finding.level]
         info_item(sign, finding.check, finding.text, style, always=finding.level == "fault")
 
-    if is_run := (what / "config.yaml").is_file():
+    if is_run:
         from whet.preflight.run_folder_checks import check_run_folder
 
         findings = check_run_folder(what, overrides or [], report)
@@ -49,6 +58,9 @@ def check(
         from whet.run.models.model_reference import resolve_model_reference
 
         findings = run_checks(resolve_model_reference(read_config(what, overrides or [])), report)
+    failed = {finding.check for finding in findings if finding.level != "ok"}
+    if names := ", ".join(name for name in passed if name not in failed):
+        info_item("✓", "passed", f"{names} (--all prints what they found)", "green")
     faults, warnings = (sum(f.level == level for f in findings) for level in ("fault", "warning"))
     counts = f"{_pluralise(faults, 'fault')}, {_pluralise(warnings, 'warning')}, {len(findings)} checks"
     verdict = (

@@ -37,7 +37,8 @@ def init(
         raise UsageError("DATA is missing: give a file, such as `whet init my.csv`, or --list")
     from whet.core.console import info
     from whet.core.files import atomic_write, move_aside
-    from whet.preflight.recipe_proposal import propose_recipe, recipe_name, render_recipe
+    from whet.core.yaml import dump_yaml_inline
+    from whet.preflight.recipe_proposal import nest_settings, propose_recipe, recipe_name, render_recipe
 
     file = out or Path(f"{recipe_name(data)}.yaml")
     if file.exists() and not fresh:
@@ -49,7 +50,9 @@ def init(
     if file.exists():
         info(f"{file} is now {move_aside(file)}")
     atomic_write(file, text)
-    info(f"{text}\nwritten to {file}. Next:\n  whet inspect {file}\n  whet check {file}\n  whet train {file}")
+    for section, values in nest_settings(settings).items():
+        info(f"  {section}: {dump_yaml_inline(values)}")
+    info(f"written to {file}, with the reason for each setting. Next: whet check {file}, then whet train {file}")
     return {"recipe": str(file), "settings": {each.key: each.value for each in settings},
             "reasons": {each.key: each.reason for each in settings if each.reason}}  # fmt: skip
 

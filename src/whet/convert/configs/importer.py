@@ -189,11 +189,12 @@ def _print_notes(draft: Draft, kind: Kind, file: Path, missing: list[str], out: 
     for category, meaning in CATEGORIES.items():
         found = [note for note in draft.notes if note.category == category]
         if found and category == "not needed":
-            console.info(f"{meaning}: {', '.join(dict.fromkeys(note.key for note in found))}")
+            keys = list(dict.fromkeys(note.key for note in found))
+            console.info(f"{meaning}: {', '.join(keys) if out is None else f'{len(keys)} keys, listed in {out}'}")
         elif found:
             console.info(f"{meaning}:", style=styles.get(category))
             for note in found:
-                console.info_item("-", note.key, describe(note))
+                console.info(f"- {describe(note)}")
     if missing:
         console.warn(f"{', '.join(missing)} are not in {file}: set them in the recipe or on the command line")
     if kind.partial and draft.target is None:

@@ -307,7 +307,7 @@ def make_chunks(job: PrepareJob, first: int, step: int, cached: bool) -> int:
         _run_worker(job, renderer, vocabulary_size, cached, worker, queue, after_chunk)
 
     pool = WorkerPool(work, workers, queue) if queue.is_parallel else None  # forks before the progress bar has threads
-    with progress("preparing", total // step) as bar:
+    with progress("preparing", total // step, ends_with_line=False) as bar:
         if pool is not None:
             pool.wait(update_progress)
         else:

@@ -33,6 +33,8 @@ _BATCH_CHARACTERS = 2_000_000  # bounds the memory of a batch
 EXCHANGE_TOO_LONG = "an exchange of it too long"
 _PIECE_DROPPED = "a piece of it left out: "
 """The ledger's notes on a conversation that was split with a loss."""
+DROPPED_BY_POLICY = frozenset(("filter", "duplicate", "too long", NO_SUPERVISED_TOKENS, TOO_LONG_TO_MASK))
+"""Reasons in the ledger other than a record that cannot be used, at which `data.on_bad: error` stops."""
 
 
 class BadLineError(WhetError):

@@ -138,6 +138,8 @@ class Container(ABC):
     """The type of the container. Part of the fingerprint of a source, so these strings never change."""
     note = ""
     """What was detected about the file, if the user should know."""
+    blank = 0
+    """Empty lines or rows between the records that were read last. They are not records."""
 
     def __init__(self, name: str, path: Path) -> None:
         """`name` is the path as the user spelled it."""

@@ -52,6 +52,7 @@ class ExcelFile(Container):
 
     def records(self) -> Iterator[RawRecord]:
         header: list[str] | None = None
+        self.blank, before = 0, 0
         with self._sheet() as (sheet, _):
             for number, row in _rows(sheet):
                 if number < self._header_row:
@@ -61,7 +62,10 @@ class ExcelFile(Container):
                         del row[-1]  # formatted, but empty
                     header = check_header(row, f"data.sources: {self.name}:{number}")
                     self.note = describe_unnamed(self.note, header)
-                elif any(row[len(header) :]):
+                    before = number
+                    continue
+                self.blank, before = self.blank + number - before - 1, number
+                if any(row[len(header) :]):
                     explanation = f"this row has a cell in column {len(header) + 1}, which has no name in the first row"
                     yield RawRecord(number, UnreadableRecord("broken table", explanation), self.name)
                 else:

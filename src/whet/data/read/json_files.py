@@ -36,12 +36,17 @@ class JsonLinesFile(Container):
     kind = "lines"
 
     def records(self) -> Iterator[RawRecord]:
-        name = self.name
+        name, waiting = self.name, 0
+        self.blank = 0
         with open_bytes(self.path, name) as stream:
             for number, line in enumerate(iter(partial(stream.readline, MAX_RECORD_BYTES), b""), 1):
                 if len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n"):
                     raise record_too_long(f"{name}:{number}")
-                if not line.isspace():
+                if line.isspace():
+                    waiting += 1
+                else:
+                    if waiting:  # those at the end of a file do not count
+                        self.blank, waiting = self.blank + waiting, 0
                     yield RawRecord(number, line, name)
 
     def count(self) -> int:

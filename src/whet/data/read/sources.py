@@ -74,6 +74,15 @@ class SourceReader:
         records = itertools.chain.from_iterable(each.records() for each in self._containers)
         return itertools.islice(records, chosen.start, min(chosen.stop, sys.maxsize), chosen.step)
 
+    def describe_blank(self) -> str | None:
+        """The empty lines or rows between the records that `records` has read so far, which are not records: `5 empty
+        rows are not counted`; None without any."""
+        number = sum(each.blank for each in self._containers)
+        what = "row" if any(each.kind.startswith(("xlsx", "csv", "tsv")) for each in self._containers) else "line"
+        if not number:
+            return None
+        return f"1 empty {what} is not counted" if number == 1 else f"{number:,} empty {what}s are not counted"
+
     def parse(self, raw: RawRecord) -> ParsedRecord:
         """Decode, filter and parse a record. Bad content is returned as a BadRecord, never raised."""
         origin, where = Origin(raw.file, raw.line), self._where

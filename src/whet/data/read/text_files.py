@@ -68,6 +68,7 @@ class CsvFile(Container):
         with _open_text(self.path, self.name, self._codec) as text:
             reader = csv.reader(_bounded_lines(text, self.name), delimiter=self._delimiter, strict=True)
             header: list[str] | None = None
+            self.blank = waiting = 0
             while True:
                 line = reader.line_num + 1
                 try:
@@ -78,8 +79,10 @@ class CsvFile(Container):
                 if row is None:
                     break
                 if is_blank(row):
+                    waiting += header is not None
                     continue
                 if header is not None:
+                    self.blank, waiting = self.blank + waiting, 0
                     yield RawRecord(line, _csv_record(header, row, self._delimiter), self.name)
                 elif line >= self._header_line and not _is_separator_line(row, line):
                     header = check_header(row, f"data.sources: {self.name}:{line}")

@@ -85,7 +85,7 @@ def quantize_file(source: Path, target: Path, dtype: ExportDtype, importance_mat
     lines: list[str] = []
     with (
         _process(command, arguments, subprocess.STDOUT) as process,
-        progress(f"quantizing to {dtype.name}", tensors) as bar,
+        progress(f"quantizing to {dtype.name}", tensors, ends_with_line=False) as bar,
     ):
         assert process.stdout is not None
         for raw in process.stdout:
@@ -178,7 +178,10 @@ def write_importance_matrix(
     length = min(_CHUNK_TOKENS, text_config(model.language_model.config).max_position_embeddings)
     chunks = [ids[start : start + length] for start in range(0, len(ids), length)]
     title = "importance matrix from training conversations"
-    with progress(title, len(chunks)) as bar, _collect(model.language_model, bar.advance) as squares:
+    with (
+        progress(title, len(chunks), ends_with_line=False) as bar,
+        _collect(model.language_model, bar.advance) as squares,
+    ):
         model.logits(chunks)
     writer = GGUFWriter(file, "")
     writer.add_type("imatrix")
