@@ -24,8 +24,10 @@ def compared(whet: Any, *runs: Any) -> dict[str, Any]:
     return dict(json.loads(ended.out))
 
 
-def test_losses_by_conversation_make_the_validation_loss(whet: Any, tiny_run: Path) -> None:
-    result = compared(whet, f"{tiny_run}@0", tiny_run)
+def test_losses_by_conversation_make_the_validation_loss(whet: Any, shared_run: Any) -> None:
+    # of four conversations no difference would be significant
+    run = shared_run("ten-validated", "train.precision=fp64", "data.validation.sources.0.max_samples=10")
+    result = compared(whet, f"{run}@0", run)
     [paired] = result["paired"]
     before, after = result["metrics"]["val_loss"]
     assert paired["difference"] == pytest.approx(after - before, rel=1e-9)
