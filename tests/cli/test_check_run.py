@@ -64,7 +64,9 @@ def test_dropout_is_that_of_the_run_and_then_off(whet: Any, lora_run: Path, tmp_
     assert "as recorded" in found["resume"]["text"]
 
 
-@pytest.mark.parametrize("settings", [["data.packing=none"], ["train.precision=bf16"], ["train.steps=1"]], ids=str)
+@pytest.mark.parametrize(
+    "settings", [["data.packing=none"], ["train.precision=bf16", "train.steps=6"], ["train.steps=1"]], ids=str
+)
 def test_other_runs_are_as_promised(whet: Any, recipe: str, tmp_path: Path, settings: list[str]) -> None:
     assert whet("train", recipe, f"run.dir={tmp_path / 'run'}", *settings).code == 0
     assert [each["level"] for each in findings(whet, tmp_path / "run").values()] == ["ok", "ok"]

@@ -43,7 +43,7 @@ def test_train(whet: Any, recipe: str, tmp_path: Path) -> None:
 def test_prepare(whet: Any, recipe: str) -> None:
     whet("prepare", recipe)
     result = only_object(whet("prepare", recipe, "--json").out)
-    assert result["conversations"] == {"in": 210, "kept": 210, "dropped": 0, "truncated": 0, "split": 0}
+    assert result["conversations"] == {"in": 204, "kept": 204, "dropped": 0, "truncated": 0, "split": 0}
     assert result["reused"] is True
     assert (Path(result["store"]) / "manifest.json").exists()
 

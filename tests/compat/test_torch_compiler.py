@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -67,6 +68,22 @@ def test_the_lock_of_inductors_cache_is_dropped(private: ModuleType, monkeypatch
     private.drop_cache_lock()
     assert not hasattr(cache, "_flock")
     private.drop_cache_lock()
+
+
+def test_dynamo_makes_no_table_at_exit() -> None:
+    """What a process with whet's imports would call at exit, called; then with the function that whet takes away."""
+    program = """
+import atexit, sys
+from torch._dynamo.utils import dump_compile_times
+for add in (lambda: None, lambda: atexit.register(dump_compile_times)):
+    add()
+    sys.modules.pop("tabulate", None)
+    atexit._run_exitfuncs()
+    print("tabulate" in sys.modules)
+"""
+    code = f"from whet.compat import torch_compiler\n{program}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
 
 
 @pytest.mark.parametrize(

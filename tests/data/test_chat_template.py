@@ -11,7 +11,7 @@ from whet.core.errors import BadRecordError, WhetError
 from whet.tokenizer.chat_template import ChatTemplate
 
 from .template_families import CHATML_TEMPLATE, DATED, FAMILIES, Family, small_tokenizer, tokenizer_of
-from .test_trl_templates import full
+from .test_trl_templates import SOME, full
 from .trl_templates import FIXED, TRL_TEMPLATES, TrlTemplate
 
 TALK = [{"role": "user", "content": ' "Hi"\n'}, {"role": "assistant", "content": "Ā <b>&\\"}]
@@ -27,7 +27,7 @@ def test_a_family_is_rendered_as_transformers_renders_it(family: Family, prompt:
 
 
 @pytest.mark.skipif(not TRL_TEMPLATES, reason="trl, whose chat templates are tried, is not installed")
-@pytest.mark.parametrize("template", TRL_TEMPLATES, ids=lambda template: template.name)
+@SOME
 def test_a_shipped_template_is_rendered_as_transformers_renders_it(template: TrlTemplate) -> None:
     renderer = full(template, "assistant")  # whose dates are answered
     for conversation in FIXED.values():

@@ -30,6 +30,15 @@ from .trl_templates import FIXED, TRL_TEMPLATES, TrlTemplate
 pytestmark = pytest.mark.skipif(not TRL_TEMPLATES, reason="trl, whose chat templates are tried, is not installed")
 
 EVERY = pytest.mark.parametrize("template", TRL_TEMPLATES, ids=lambda template: template.name)
+SOME = pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(template, marks=() if number % 3 == 0 else pytest.mark.slow)
+        for number, template in enumerate(sorted(TRL_TEMPLATES, key=lambda each: each.name.endswith("_training")))
+    ],
+    ids=lambda template: template.name,
+)
+"""Random conversations: a third of the templates. Fixed ones are tried on every template."""
 FEW = settings(
     max_examples=examples(6, 2), deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck),
@@ -160,7 +169,7 @@ def full(template: TrlTemplate, train_on: str) -> Renderer:
     return template.renderer(train_on, cached=False)
 
 
-@EVERY
+@SOME
 @FEW
 @given(conversation=conversations())
 def test_ids_match_transformers_and_only_answers_are_supervised(
@@ -180,7 +189,7 @@ def test_ids_match_transformers_and_only_answers_are_supervised(
             assert last == "nothing to learn"
 
 
-@EVERY
+@SOME
 @FEW
 @given(conversation=conversations(calls=False), train_on=st.sampled_from(["assistant", "last", "all"]))
 def test_the_cache_changes_nothing(template: TrlTemplate, conversation: Conversation, train_on: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-FLIPS, SAMPLE = 344, 6
+FLIPS, SAMPLE = 344, 4
 SHARES = 4
 """The flips before a resume, and those before an evaluation, are divided among so many tests, for several workers."""
 SETTINGS = (

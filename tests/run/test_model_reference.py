@@ -107,17 +107,15 @@ def test_step_offset_counts_on_from_another_checkpoint_and_changes_nothing_else(
     assert (replayed["step"], replayed["exact"]) == (423863, True)
 
 
-def test_epochs_and_measurements_have_checkpoints(
-    whet: Any, shipped_recipe: str, tmp_path: Path, steps_of: Steps
-) -> None:
+def test_epochs_and_measurements_have_checkpoints(whet: Any, recipe: str, tmp_path: Path, steps_of: Steps) -> None:
     folder = tmp_path / "run"
     ended = whet(
-        "train", shipped_recipe, "train.steps=20", "checkpoint.epochs=0.4", "checkpoint.every=99",
+        "train", recipe, "train.steps=20", "checkpoint.epochs=0.1", "checkpoint.every=99",
             "checkpoint.keep_last=99", "eval.every=7",
         "checkpoint.keep_best=1", f"run.dir={folder}", "export.at_end=none",
     )  # fmt: skip
     assert ended.code == 0, ended.err
-    parts = [0, *(int(line["epoch"] / 0.4) for line in steps_of(folder))]
+    parts = [0, *(int(line["epoch"] / 0.1) for line in steps_of(folder))]
     due = {step for step in range(1, 21) if parts[step] > parts[step - 1]}
     assert checkpoints(folder) == sorted(due | {7, 14, 20})
     assert due - {7, 14, 20}

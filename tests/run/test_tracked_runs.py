@@ -76,8 +76,8 @@ def test_what_cannot_be_profiled_is_refused_before_the_first_step(whet: Any, rec
 
 def test_validation_is_measured_by_source_and_in_part(whet: Any, watched: Path, tmp_path: Path) -> None:
     held = (
-        "data.validation.sources=[{path: builtin:orders, split: held-out, max_samples: 7}, "
-        "{path: builtin:orders, split: held-out, start: 7, max_samples: 3}]"
+        "data.validation.sources=[{path: builtin:orders, split: held-out, max_samples: 3}, "
+        "{path: builtin:orders, split: held-out, start: 3, max_samples: 1}]"
     )
     whole = json.loads(whet("eval", watched, "--json").out)
     parts = json.loads(whet("eval", watched, held, "--json").out)

@@ -24,8 +24,17 @@ def compared(whet: Any, *runs: Any) -> dict[str, Any]:
     return dict(json.loads(ended.out))
 
 
-def test_losses_by_conversation_make_the_validation_loss(whet: Any, tiny_run: Path) -> None:
-    result = compared(whet, f"{tiny_run}@0", tiny_run)
+TEN = ("train.precision=fp64", "data.validation.sources.0.max_samples=10")
+"""Of the four conversations that other runs are validated on, no difference would be significant."""
+
+
+@pytest.fixture(scope="module")
+def run(shared_run: Callable[..., Path]) -> Path:
+    return shared_run("ten-validated", *TEN)
+
+
+def test_losses_by_conversation_make_the_validation_loss(whet: Any, run: Path) -> None:
+    result = compared(whet, f"{run}@0", run)
     [paired] = result["paired"]
     before, after = result["metrics"]["val_loss"]
     assert paired["difference"] == pytest.approx(after - before, rel=1e-9)
@@ -34,16 +43,16 @@ def test_losses_by_conversation_make_the_validation_loss(whet: Any, tiny_run: Pa
 
 
 @pytest.mark.slow
-def test_two_learning_rates(whet: Any, shared_run: Callable[..., Path], tiny_run: Path) -> None:
-    low = shared_run("compare-low", "train.precision=fp64", LOW, "eval.every=6", "export.at_end=merged")
-    result = compared(whet, low, tiny_run)
+def test_two_learning_rates(whet: Any, shared_run: Callable[..., Path], run: Path) -> None:
+    low = shared_run("compare-low", *TEN, LOW, "eval.every=6")
+    result = compared(whet, low, run)
     assert result["settings"] == {"train.optimizer.lr": [0.001, 0.003], "eval.every": [6, None]}
     [paired] = result["paired"]
     a, b = (result["metrics"]["val_loss"][i] for i in (0, 1))
     assert paired["difference"] == pytest.approx(b - a, rel=1e-9)  # the losses of all conversations make val_loss
     assert paired["conversations"] == 10
     assert paired["p"] < 0.01
-    text = whet("runs", "compare", low, tiny_run).out
+    text = whet("runs", "compare", low, run).out
     assert f"p = {paired['p']:.2g}: better, significant (10 conversations, step 12)" in text
     assert "loss of compare-low" in text
     early = compared(whet, f"{low}@6", f"{low}@best")

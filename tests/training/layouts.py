@@ -56,7 +56,7 @@ ROW = 300
 BATCH = 5
 STEPS = 30
 ALL = os.environ.get("WHET_TEST_ALL") == "1"
-FEW_STEPS = STEPS if ALL else 5
+FEW_STEPS = STEPS if ALL else 3
 """Of most layouts of one process; one of each kind takes all steps."""
 DIVIDED_STEPS = STEPS if ALL else 2
 CLIP = 0.5
