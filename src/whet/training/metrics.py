@@ -97,7 +97,7 @@ def startup_summary(seconds: dict[str, float], steps_left: int = 0) -> str:
     """For the console, without phases that took no time. `steps_left`: how many steps will take as long as the first;
     0 where it compiled."""
     phases = [f"{seconds[key]:.1f} s {label}" for key, label in _PHASE_LABELS.items() if seconds[key] >= 0.05]
-    text = f"first step after {seconds['first_step_s']:.1f} s: {', '.join(phases)}"
+    text = f"first step after {seconds['first_step_s']:.1f} s" + (f": {', '.join(phases)}" if phases else "")
     left = format_estimate(steps_left * seconds["step_s"])
     return f"{text}; about {left} for the {steps_left:,} to come" if steps_left else text
 
