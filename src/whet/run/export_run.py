@@ -79,9 +79,11 @@ def export_model(
         f"exported to {folder} in {certificate.dtype}: loaded back by {certificate.loaded_by} and verified on "
         f"{certificate.conversations} conversations"
     )
-    if not spec.dtype.is_quantized:  # of those, an assessment follows
+    changed = 1 - (certificate.same_next_token or 0.0)
+    if not spec.dtype.is_quantized and changed < 0.0005:  # of quantized ones, an assessment follows
         text += f", largest logit difference {certificate.max_logit_difference:.1e}"
-        text += f", same next token at {certificate.same_next_token:.1%} of positions"
+    elif not spec.dtype.is_quantized:
+        text += f"; {certificate.dtype} rounds, which changes the likeliest next token at {changed:.1%} of positions"
     info(text)
     effect = dict(certificate.effect)
     if spec.dtype.is_quantized:  # blocks of weights share scales: what rounding does to single ones means nothing
