@@ -22,8 +22,9 @@ from whet.exporting.gguf.families import GGUFLayout
 from whet.exporting.gguf.llama_cpp import write_importance_matrix
 from whet.exporting.gguf.llama_cpp_child import read_importance_matrix
 from whet.exporting.gguf.ollama import find_turn_texts, ollama_template
-from whet.exporting.spec import GenerationSettings
+from whet.exporting.spec import ExportFindings, GenerationSettings
 from whet.exporting.trained_model import TrainedModel
+from whet.exporting.verification import compare_logits
 from whet.model.config import ModelConfig
 from whet.model.load.tokenizer import load_tokenizer
 from whet.tokenizer.named_templates import NAMED_TEMPLATES
@@ -54,8 +55,19 @@ def test_an_unknown_type_lists_what_there_is() -> None:
         choose_dtype("merged", "q4_k_m", F32, F32)
 
 
+@pytest.mark.parametrize(("dtype", "is_judged"), [("f16", True), ("bf16", True), ("q8_0", False), ("q4_k_m", False)])
+def test_single_logits_are_judged_before_quantizing_only(dtype: str, is_judged: bool) -> None:
+    """A small model in 8 bits moved one by 9.4 of 42, with the same answers."""
+    trained, findings = torch.linspace(-42, 42, 600).reshape(3, 200), ExportFindings()
+    exported = trained.clone()
+    exported[1, 3] += 9.4
+    compare_logits(exported, trained, EXPORT_DTYPES[dtype], findings)
+    assert bool(findings.reasons) == is_judged
+
+
 def test_the_assessment_compares_with_what_is_usual() -> None:
     assert assess_quantization(EXPORT_DTYPES["q8_0"], 0.98, 0.01) == "98% same next token: as expected of q8_0"
+    assert "normal for a small model in q8_0" in assess_quantization(EXPORT_DTYPES["q8_0"], 0.94, 0.05)
     assert "below the usual" in assess_quantization(EXPORT_DTYPES["q4_k_m"], 0.7, 0.2)
     assert "little is left of the model" in assess_quantization(EXPORT_DTYPES["iq1_s"], 0.2, 4.0)
 

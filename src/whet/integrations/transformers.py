@@ -137,7 +137,8 @@ class WhetCallback(TrainerCallback):
         is_requested = bool(self._signals) or (self._folder is not None and self._folder.stop_requested())
         if _on_any_rank(is_requested, args.device):
             self.stopped = state.global_step < state.max_steps
-            control.should_save = control.should_training_stop = True
+            # logged, because TRL counts tokens from the start of a process, and the next one has to know them
+            control.should_log = control.should_save = control.should_training_stop = True
         if self._trial is not None and state.global_step >= self._trial.until:
             self._is_at_rung = self.stopped = state.global_step < state.max_steps
             control.should_log = control.should_evaluate = control.should_save = control.should_training_stop = True

@@ -144,9 +144,10 @@ def _bad_line_findings(account: dict[str, Any], reasons: dict[str, int]) -> Iter
             shown = 3 if len(some) == 1 else 1
             first = ", ".join(f"{', '.join(account['first'][reason][:shown])} ({reason})" for reason in some)
             share = f"{number:,} of {total:,} conversations ({number / total:.1%})"
-            yield Finding(
-                "bad lines", level, f"{_source_name(account)}: {share} invalid and dropped; first {first}. Fix them"
-            )
+            remedy = "Fix them" if level == "fault" else "Fix them if you need them; training goes on without"
+            which = "the first of each kind:" if len(some) > 1 else "first"
+            text = f"{_source_name(account)}: {share} invalid and dropped; {which} {first}. {remedy}"
+            yield Finding("bad lines", level, text)
 
 
 def _share_finding(

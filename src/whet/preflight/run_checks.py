@@ -95,7 +95,7 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
     except (RuntimeError, ImportError, ArithmeticError, LookupError) as error:
         yield Finding("leak", "fault", _model_error_text(config, "fails on two packed conversations", error))
     else:
-        if data is not None and device.type == "cpu":
+        if data is not None and device.type == "cpu" and config.launch.nodes == 1:  # else this is not where it runs
             yield _time_finding(config, data, root, ranks, precision)
     if data is not None:
         own = model.config.get_text_config()  # type: ignore[union-attr, operator]
@@ -125,7 +125,8 @@ def _time_finding(config: Config, data: RunData, root: LossModel, ranks: Ranks, 
         passed = time.monotonic() - began
     seconds = passed / len(batch.tokens) * plan.stats.tokens
     text = f"about {format_estimate(seconds)} of training on this CPU, for {len(plan):,} steps, without evaluations"
-    return Finding("time", "ok", f"{text}. Shorter: train.epochs, or a smaller model")
+    length = next(key for key in ("steps", "tokens", "epochs") if key == "epochs" or getattr(config.train, key))
+    return Finding("time", "ok", f"{text}. Shorter: train.{length}, or a smaller model")
 
 
 def _model_error_text(config: Config, what: str, error: Exception) -> str:

@@ -80,7 +80,7 @@ def run_training(
         if folder is not None:  # the others wait until it exists
             open_log(log)
         if resume and is_new:
-            info(f"{config.folder}: there is nothing to resume; the run starts at step 0")
+            info(f"{config.folder}: there is nothing to resume; the run starts at step {config.train.first_step}")
         data = prepare_data(config, *recorded_data(config.folder), while_waiting=loading.start)
         with data.check() as store_check:
             if folder is not None:

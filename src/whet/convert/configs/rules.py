@@ -388,5 +388,8 @@ def put_sharding(draft: Draft, key: str, offload: str = "") -> None:
             draft.put("parallel.offload", offload, key)
         return
     more = f" and parallel.offload to {offload}" if offload else ""
-    draft.note("decide", key, f"sharding needs the number of GPUs: set parallel.shard to it{more}")
+    draft.note(
+        "decide", key,
+        f"only if the weights do not fit on one GPU, set parallel.shard to the number of GPUs ÷ parallel.tensor{more}",
+    )  # fmt: skip
     draft.use(key)

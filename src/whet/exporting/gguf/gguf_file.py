@@ -122,8 +122,8 @@ def gguf_file(folder: Path) -> Path:
 
 
 def unquantized_dtype(spec: ExportSpec) -> ExportDtype:
-    """What is written first: the dtype itself, or, for llama.cpp's quantizer, the smallest one that loses nothing."""
-    if spec.dtype.llama_ftype is None:
+    """What is written first: the dtype itself, or, of quantized types, the smallest one that loses nothing."""
+    if not spec.dtype.is_quantized:
         return spec.dtype
     lossless = export_dtype_of(spec.model.lossless_dtype)
     return EXPORT_DTYPES["f32"] if spec.model.has_adapter or lossless.name == "f64" else lossless
@@ -141,6 +141,10 @@ def quantize_export(spec: ExportSpec, folder: Path) -> dict[str, Any]:
     from gguf import GGUFReader
 
     source, matrix = gguf_file(folder), folder / "importance-matrix.tmp"
+    if spec.dtype.llama_ftype is None:  # q8_0
+        source.unlink()
+        GGUFFormat().write(spec, folder)
+        return {}
     about: dict[str, int] | None = None
     target = folder / f"{spec.name}-{spec.dtype.name}.gguf"
     if spec.calibration:
@@ -242,7 +246,7 @@ def _describe_tensors(file: Path, dtype: ExportDtype) -> dict[str, Any]:
         found["fell_back"] = dict(fallbacks)
         found["fell_back_because"] = (
             f"rows of {', '.join(map(str, sorted(widths)))} weights are no multiple of the {_K_BLOCK} that "
-            f"{dtype.name} groups"
+            f"{dtype.name} groups; that is usual for this size"
         )
     return found
 
