@@ -53,8 +53,8 @@ def make_trainer(folder: Path, *callbacks: Any, steps: int = 3, **options: Any) 
     )  # fmt: skip
     rows = [{"input_ids": [row, 2, 3, 4], "labels": [row, 2, 3, 4]} for row in range(8)]
     args = TrainingArguments(
-        output_dir=str(folder.with_name("hf")), max_steps=steps, per_device_train_batch_size=2, logging_steps=1,
-        **{"eval_strategy": "steps", "eval_steps": 2, **options}, save_steps=2, report_to="none", use_cpu=True,
+        output_dir=str(folder.with_name("hf")), max_steps=steps, per_device_train_batch_size=2,
+        **{"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1, **options}, save_steps=2, report_to="none", use_cpu=True,
         disable_tqdm=True, dataloader_pin_memory=False, hub_token="hf_" + "a" * 34,
     )  # fmt: skip
     return Trainer(model, args, train_dataset=rows, eval_dataset=rows[:2], callbacks=list(callbacks))
@@ -103,6 +103,13 @@ def test_it_stops_on_request_and_resumes_into_the_same_folder(tmp_path: Path, ho
     assert read_status(folder)["state"] == "finished"
     assert [line["step"] for line in lines(folder) if "loss" in line] == [1, 2, 3]
     assert 99.0 not in [line.get("loss") for line in lines(folder)]
+
+
+def test_a_stop_between_two_logs_is_logged(tmp_path: Path) -> None:
+    """TRL counts tokens from the start of a process: without the line, those since the last log were lost."""
+    folder = tmp_path / "run"
+    make_trainer(folder, WhetCallback(folder), At(2, (folder / "stop").touch), steps=5, logging_steps=5).train()
+    assert [line["step"] for line in lines(folder) if "loss" in line] == [2]
 
 
 def test_the_losses_are_those_without_it(tmp_path: Path) -> None:
