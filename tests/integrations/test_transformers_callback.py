@@ -54,8 +54,8 @@ def make_trainer(folder: Path, *callbacks: Any, steps: int = 3, **options: Any) 
     rows = [{"input_ids": [row, 2, 3, 4], "labels": [row, 2, 3, 4]} for row in range(8)]
     args = TrainingArguments(
         output_dir=str(folder.with_name("hf")), max_steps=steps, per_device_train_batch_size=2,
-        **{"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1, **options}, save_steps=2, report_to="none", use_cpu=True,
-        disable_tqdm=True, dataloader_pin_memory=False, hub_token="hf_" + "a" * 34,
+        **{"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1, **options}, save_steps=2,
+        report_to="none", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, hub_token="hf_" + "a" * 34,
     )  # fmt: skip
     return Trainer(model, args, train_dataset=rows, eval_dataset=rows[:2], callbacks=list(callbacks))
 
