@@ -17,7 +17,7 @@ from examples import examples
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Message, Origin
 from whet.data.render.renderer import Rendered, Renderer
-from whet.preflight.straddling_tokens import find_straddling_tokens
+from whet.preflight.store_comparison import find_straddling_tokens
 
 from .render_helpers import render, supervised_text
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from whet.config import Config
 from whet.core.errors import BadRecordError
-from whet.data.config import DataConfig, Source
-from whet.data.conversation import Conversation, MarkedText, PlainText, TokenizedDocument
+from whet.data.config import Source
 from whet.data.prepare.store import Store
 from whet.data.prepare.tokenize import EXCHANGE_TOO_LONG
-from whet.data.read.sources import SourceReader, expected_records
-from whet.data.render.chat_tokenizer import ChatTokenizer, ItemRenderer, MarkedTextTokenizer
+from whet.data.read.sources import SourceReader
+from whet.data.render.chat_tokenizer import ChatTokenizer, MarkedTextTokenizer
 from whet.data.render.layout_finder import NO_SUPERVISED_TOKENS
 from whet.data.render.marked_text import MARKER_LOOK_ALIKE
 from whet.data.render.renderer import (
@@ -24,12 +23,10 @@ from whet.data.render.renderer import (
     PREFILL_MISSING,
     REASONING_DROPPED,
     TOOLS_DROPPED,
-    Rendered,
-    Renderer,
 )
 from whet.data.render.template_text import PROBE, PROBE_TOOL
 from whet.preflight.conflicting_answers import describe_conflicts, find_conflicting_answers
-from whet.preflight.straddling_tokens import StraddlingTokens, find_straddling_tokens
+from whet.preflight.store_comparison import StoreComparison, compare_with_sources, find_corrupted
 from whet.run.data import RunData, describe_step, make_plan
 
 Level = Literal["ok", "warning", "fault"]
@@ -388,92 +385,3 @@ def check_step_count(config: Config, data: RunData) -> Iterator[Finding]:
         yield Finding("steps", "warning", f"{text}. Packing leaves few steps. {remedy}")
     else:
         yield Finding("steps", "ok", text)
-
-
-# Verify a store: against its hashes, and against a fresh rendering of its sources by whet and by transformers.
-
-_MAX_RERENDERED = 200
-_MAX_HASHED = 200_000
-
-
-@dataclass(slots=True)
-class StoreComparison:
-    """How many conversations were compared, and the origins of those that differ."""
-
-    compared: int = 0
-    ids_differ: list[str] = field(default_factory=list)
-    mask_differs: list[str] = field(default_factory=list)
-    pretokenized: int = 0
-    """How many were tokens already, so that there is nothing to compare."""
-    answers: int = 0
-    straddling: list[tuple[str, StraddlingTokens]] = field(default_factory=list)
-    """Those of the answers that share a token with their prompt, with their origins."""
-    blank: list[str] = field(default_factory=list)
-    """Sources with empty lines or rows, and how many."""
-
-
-def find_corrupted(store: Store) -> tuple[int, list[str]]:
-    """(number of conversations hashed, origins of those that no longer match); a sample spread over the store."""
-    offsets = store.conversation_offsets()
-    count = len(offsets) - 1
-    sample = np.unique(np.linspace(0, count - 1, min(count, _MAX_HASHED)).astype(np.int64))
-    wrong = [c for c in sample if not store.matches_hash(range(int(offsets[c]), int(offsets[c + 1])))]
-    return len(sample), [str(store.origin(int(offsets[c]))) for c in wrong]
-
-
-def compare_with_sources(
-    store: Store, sources: Sequence[Source], renderer: ItemRenderer, config: DataConfig
-) -> StoreComparison:
-    """Render a sample of every source in full and compare it with the store."""
-    found = StoreComparison()
-    for source in sources:
-        reader = SourceReader(source)
-        every = max(1, expected_records(source) * len(sources) // _MAX_RERENDERED)
-        for number, raw in enumerate(reader.records()):
-            if number % every:
-                continue
-            item = reader.parse(raw)
-            documents = store.find(item.origin)
-            if isinstance(item, TokenizedDocument):
-                found.pretokenized += 1
-            elif isinstance(item, Conversation | PlainText | MarkedText) and len(documents) == 1:
-                _compare_document(found, store, int(documents[0]), item, renderer, config)
-        if blank := reader.describe_blank():
-            found.blank.append(f"{source.path}: {blank}")
-    return found
-
-
-def _compare_document(
-    found: StoreComparison,
-    store: Store,
-    document: int,
-    item: Conversation | PlainText | MarkedText,
-    renderer: ItemRenderer,
-    config: DataConfig,
-) -> None:
-    again = renderer.render_items([item])[0]
-    limit, origin = config.max_length, str(item.origin)
-    if isinstance(again, Rendered) and len(again.ids) > limit and config.too_long == "split":
-        return  # one document is left of it, not always the first
-    found.compared += 1
-    ids = store.ids(document).tolist()
-    if (
-        not isinstance(again, Rendered)
-        or again.ids[:limit].tolist() != ids
-        or not _matches_transformers(item, renderer, ids, limit)
-    ):
-        found.ids_differ.append(origin)
-    elif again.loss[:limit].astype(bool).tolist() != store.loss(document).tolist():
-        found.mask_differs.append(origin)
-    elif isinstance(item, Conversation) and isinstance(renderer, Renderer):
-        found.answers += sum(message.role == "assistant" for message in item.messages)
-        found.straddling += [(origin, tokens) for tokens in find_straddling_tokens(renderer, item)]
-
-
-def _matches_transformers(
-    item: Conversation | PlainText | MarkedText, renderer: ItemRenderer, ids: list[int], limit: int
-) -> bool:
-    """Whether transformers gives the same ids. It renders conversations with a template only: others pass."""
-    if isinstance(item, Conversation) and isinstance(renderer, Renderer):
-        return renderer.text.reference_ids(item)[:limit] == ids
-    return True
