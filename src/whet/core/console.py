@@ -186,6 +186,12 @@ def print_traceback() -> None:
     SafeConsole(file=_stderr, stderr=True).print(text)
 
 
+def result_console() -> SafeConsole:
+    """A console on stdout, for results in colour."""
+    end_start()
+    return SafeConsole()
+
+
 def print_result(text: str, end: str = "\n") -> None:
     """Print a result, such as the answer of a model, to stdout. Secrets in it are not masked."""
     end_start()

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from whet.config import Config, read_config
-from whet.core.console import SafeConsole, info, progress
+from whet.core.console import info, progress, result_console
 from whet.core.display import escape_controls
 from whet.core.errors import WhetError
 from whet.core.files import atomic_write
@@ -91,7 +91,7 @@ def show_documents(target: InspectionTarget, start: int, limit: int, pieces: boo
     total = len(target.numbers)
     if start >= total and limit:
         raise WhetError(f"{target.name}: no document {start}; there are {total}, counted from 0")
-    console = SafeConsole()
+    console = result_console()
     shown = []
     for number in target.numbers[start : start + limit]:
         ids, loss = target.documents.ids(number).tolist(), [int(x) for x in target.documents.loss(number)]
@@ -199,7 +199,7 @@ def _row_layout(store: Store, documents: Iterable[int]) -> dict[str, Any]:
 
 
 def _draw_rows(rows: Sequence[dict[str, Any]], step: int, plan: Plan, row_length: int) -> None:
-    console = SafeConsole()
+    console = result_console()
     tokens = sum(row["tokens"] for row in rows)
     title = f"step {step} of {plan.last_step} · {len(rows)} rows of {row_length} tokens · together {tokens:,} tokens"
     console.print(_render_title(title))
@@ -239,7 +239,7 @@ def show_step(run: Path, step: int, limit: int, pieces: bool, silent: bool) -> d
     found = step_conversations(run, step)
     if silent:
         return found.as_dict()
-    console = SafeConsole()
+    console = result_console()
     if not found.exact:
         after = f"after step {found.weights}" if found.weights else "before the first step"
         info(
@@ -273,7 +273,7 @@ def show_losses(run: Path, limit: int, silent: bool) -> dict[str, Any]:
     found = ConversationHistories.read(run)
     if silent:
         return found.as_dict(limit)
-    console = SafeConsole()
+    console = result_console()
     seen = len(found.histories)
     console.print(f"{seen:,} of {found.total:,} conversations seen")
     if seen and found.histories.visits.max() < 2:
