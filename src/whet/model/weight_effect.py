@@ -94,7 +94,8 @@ def describe_effect(summary: dict[str, Any]) -> str:
         exported = summary["exported"]
         parts.append(f"{'all' if exported == count else f'{exported:,}'} of them are in the export")
     if "lost_to_rounding" in summary:
-        parts.append(f"rounding lost {summary['lost_to_rounding']:.1%} of the changed elements")
+        lost = f"rounding lost {summary['lost_to_rounding']:.1%} of the changed elements"
+        parts.append(f"{lost}, the smallest changes: usual after few steps. --dtype f32 keeps them")
     if summary.get("untouched_experts"):
         parts.append(f"{summary['untouched_experts']:,} of {summary['experts']:,} expert weights got no token")
     return "; ".join(parts)
