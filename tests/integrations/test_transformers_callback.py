@@ -208,9 +208,13 @@ def test_a_loss_that_is_not_finite_is_an_event(tmp_path: Path) -> None:
     assert "not finite" in write_report(folder).read_text()
 
 
-@pytest.mark.parametrize(("counted", "expected"), [([5, 9], [45, 49]), ([45, 49], [45, 49])], ids=["trl", "trainer"])
+@pytest.mark.parametrize(
+    ("counted", "expected"),
+    [({3: 5, 4: 9}, [45, 49]), ({3: 45, 4: 49}, [45, 49]), ({4: 41, 6: 82}, [81, 122])],
+    ids=["trl", "trainer", "trl, longer than before"],
+)
 def test_tokens_of_a_continued_run_are_those_of_the_whole(
-    tmp_path: Path, counted: list[int], expected: list[int]
+    tmp_path: Path, counted: dict[int, int], expected: list[int]
 ) -> None:
     """TRL counts from the start of the process, Trainer from that of the run."""
     folder = tmp_path / "run"
@@ -225,7 +229,7 @@ def test_tokens_of_a_continued_run_are_those_of_the_whole(
     log(1, 20)
     log(2, 40)
     whet.on_train_begin(trainer.args, state, TrainerControl())
-    for step, tokens in enumerate(counted, 3):
+    for step, tokens in counted.items():
         log(step, tokens)
     assert [line["tokens"] for line in lines(folder)] == [20, 40, *expected]
 

@@ -106,7 +106,7 @@ def _run(plan: SearchPlan, resume: bool, on_slurm: bool, as_json: bool) -> dict[
             f"{plan.metric} is {result.best.value:.4g} in every trial, so the first one is called the best. Train "
             "longer, or choose another search.metric"
         )
-    info(f"the best run: {found['best']['run']} · picture: {page}\nto train as it did:\n  {found['best']['command']}")
+    info(f"the best run: {found['best']['run']} · picture: {page}\nwith its values:\n  {found['best']['command']}")
     return found
 
 

@@ -206,14 +206,22 @@ class WhetCallback(TrainerCallback):
         """Seconds and tokens per second of the steps since the last line."""
         seconds, steps = line["time"] - self._logged_at, line["step"] - self._logged_step
         tokens = int(line.get("tokens") or 0)
-        if tokens and not self._logged_tokens and tokens > self._earlier_tokens:
-            self._earlier_tokens = 0  # Trainer counts on where a run continues; TRL counts from its start
+        if tokens and not self._logged_tokens and self._counts_whole_run(tokens, line["step"]):
+            self._earlier_tokens = 0
         tokens += self._earlier_tokens if tokens else 0
         speed = {"step_s": seconds / max(1, steps)}
         if self._logged_tokens and seconds > 0:
             speed["tokens_per_s"] = (tokens - self._logged_tokens) / seconds
         self._logged_at, self._logged_step, self._logged_tokens = line["time"], line["step"], tokens
         return ({"tokens": tokens} if tokens else {}) | speed
+
+    def _counts_whole_run(self, tokens: int, step: int) -> bool:
+        """Where a run continues, Trainer counts on, and TRL begins anew: whichever fits the tokens of earlier steps."""
+        before, since = self._logged_step, step - self._logged_step
+        if not before or since <= 0:
+            return True
+        usual = self._earlier_tokens / before
+        return tokens >= self._earlier_tokens and abs(tokens / step - usual) < abs(tokens / since - usual)
 
     def _beat(self, phase: str, state: TrainerState) -> None:
         if self._folder is not None:
