@@ -130,7 +130,7 @@ def _dropped_findings(account: dict[str, Any], limit: int) -> Iterator[Finding]:
 
 
 def _bad_line_findings(account: dict[str, Any], reasons: dict[str, int]) -> Iterator[Finding]:
-    """One fault and one warning at most: each reason is judged by itself, and those of a level are told together."""
+    """One fault and one warning at most: each reason is judged by itself, and those of a level are one finding."""
     total = account["conversations"]["in"]
     levels: dict[Level, dict[str, int]] = {"fault": {}, "warning": {}}
     for reason, number in reasons.items():

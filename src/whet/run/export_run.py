@@ -46,7 +46,7 @@ from whet.training.precision import PrecisionPolicy, resolve_precision
 _PROBE_COUNT = 4  # conversations on which an export is compared with the trained model
 _CALIBRATION_TOKENS = 4_096
 _MUCH_ROUNDED = 0.5
-"""Of the elements that training changed: a larger share lost to the export's dtype is told."""
+"""Of the elements that training changed: a larger share lost to the export's dtype is printed."""
 KIND_ALIASES = {"hf": "merged"}
 EXPORT_FORMATS["neox"] = NeoXFormat()
 
