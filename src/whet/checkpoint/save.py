@@ -85,7 +85,7 @@ class CheckpointSaver:
         """On CUDA, allocate host memory for the first save and compute its metadata in the background. Call it after
         the first optimizer step."""
         if self._ranks.device.type == "cuda":
-            if self._ranks.is_main:  # an adapter's base is hashed: 10 s for 16 GB
+            if self._ranks.is_main:  # an adapter's base is hashed: about 14 s for 16 GB
                 self._metadata_thread = threading.Thread(target=self._try_metadata, name="metadata", daemon=True)
                 self._metadata_thread.start()
             reshard(self._model)

@@ -83,7 +83,7 @@ def export_model(
     if not spec.dtype.is_quantized and changed < 0.0005:  # of quantized ones, an assessment follows
         text += f", largest logit difference {certificate.max_logit_difference:.1e}"
     elif not spec.dtype.is_quantized:
-        text += f"; rounding to {certificate.dtype} changes the next token at {changed:.1%} of positions, as it may"
+        text += f"; rounding to {certificate.dtype} changes the next token at {changed:.1%} of positions"
     info(text)
     effect = dict(certificate.effect)
     if spec.dtype.is_quantized:  # blocks of weights share scales: what rounding does to single ones means nothing
