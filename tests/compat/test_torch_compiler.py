@@ -20,8 +20,10 @@ MODULE = "torch_compiler"
     ("config", "names"),
     [
         ("torch._functorch.config",
-         ["activation_memory_budget", "ban_recompute_materialized_backward", "enable_autograd_cache"]),
+         ["activation_memory_budget", "ban_recompute_materialized_backward", "enable_autograd_cache",
+          "autograd_cache_allow_custom_autograd_functions"]),
         ("torch._inductor.config", ["fx_graph_cache"]),
+        ("torch.compiler.config", ["cache_key_tag"]),
         ("torch._dynamo.config", ["recompile_limit", "fail_on_recompile_limit_hit"]),
     ],
 )  # fmt: skip
@@ -39,6 +41,13 @@ def test_settings_are_assigned(private: ModuleType, monkeypatch: pytest.MonkeyPa
         assert functorch.activation_memory_budget == 0.0
         assert inductor.fx_graph_cache
         assert functorch.enable_autograd_cache
+
+
+def test_a_tag_follows_that_of_the_user(private: ModuleType) -> None:
+    with torch.compiler.config.patch(cache_key_tag="mine "):
+        private.set_cache_tag("whet-1")
+        private.set_cache_tag("whet-1")
+        assert torch.compiler.config.cache_key_tag == "mine whet-1"
 
 
 def test_compiled_graphs_are_counted_and_too_many_are_an_error(private: ModuleType) -> None:
@@ -150,10 +159,12 @@ def test_only_a_concatenation_for_matrix_products_is_computed_in_place(private: 
 
 
 @pytest.mark.gpu
-def test_the_hash_of_triton_is_kept_for_its_kernels(private: ModuleType) -> None:
+def test_the_compilers_hashes_are_kept_for_what_is_compiled(private: ModuleType) -> None:
+    from torch._inductor.codecache import torch_key
     from triton.runtime.cache import triton_key
 
-    private.hash_triton()
+    private.hash_compilers()
     began = time.perf_counter()
+    assert torch_key()
     assert triton_key()
     assert time.perf_counter() - began < 0.05

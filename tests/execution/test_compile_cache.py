@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from whet.execution import compile
+
 COMPILE = """
 import json, os, torch
 from torch._dynamo.utils import counters
@@ -38,6 +40,39 @@ print(json.dumps({
 """
 """A layer, forward and backward, in inductor's C++."""
 
+BACKWARD = """
+import json, os, torch
+from torch._dynamo.utils import counters
+from whet.execution import compile
+
+compile._hash_compiled_sources = lambda: os.environ["SOURCES"]
+of_operator, of_function = float(os.environ["OPERATOR"]), float(os.environ["FUNCTION"])
+
+@torch.library.custom_op("whet_test::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+double.register_fake(torch.empty_like)
+double.register_autograd(lambda ctx, grad: of_operator * grad)
+
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return of_function * grad
+
+def forward(x, documents):
+    return double(Function.apply(x)) + documents
+
+x = torch.ones(4, requires_grad=True)
+compile.compile_forward(forward)(x, documents=torch.ones(4)).sum().backward()
+print(json.dumps({"grad": x.grad[0].item(), "hits": counters["aot_autograd"]["autograd_cache_hit"]}))
+"""
+"""An operator and a function with backward passes that can be changed."""
+
 DECIDE = """
 import json, os, torch._inductor.codecache
 from whet.execution.compile import use_compile_cache
@@ -45,6 +80,7 @@ from whet.execution.compile import use_compile_cache
 for _ in range(2):
     use_compile_cache()
 print(json.dumps({name: os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}))
+assert torch.compiler.config.cache_key_tag.startswith("whet-")
 """
 
 
@@ -69,6 +105,30 @@ def test_a_second_process_loads_the_compiled_code(tmp_path: Path) -> None:
     assert second["hits"] > 0
     assert second["bits"] == first["bits"]
     assert [path.name for path in tmp_path.iterdir()] == ["compiled"]
+
+
+@pytest.mark.slow
+@pytest.mark.system("g++")
+def test_a_changed_backward_pass_is_compiled_again(tmp_path: Path) -> None:
+    def run(operator: int, function: int, sources: str) -> dict[str, Any]:
+        given = {"OPERATOR": str(operator), "FUNCTION": str(function), "SOURCES": sources}
+        return start(BACKWARD, WHET_CACHE=str(tmp_path), **given)[0]
+
+    assert run(2, 1, "a") == {"grad": 2, "hits": 0}
+    assert run(2, 1, "a") == {"grad": 2, "hits": 1}
+    assert run(2, 3, "a") == {"grad": 6, "hits": 0}
+    assert run(5, 3, "b") == {"grad": 15, "hits": 0}
+
+
+def test_the_cache_key_follows_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.setattr(compile, "__file__", str(tmp_path / "execution" / "compile.py"))
+    file = tmp_path / "model" / "operators.py"
+    file.write_text("factor = 2")
+    before = compile._hash_compiled_sources()
+    assert compile._hash_compiled_sources() == before
+    file.write_text("factor = 3")
+    assert compile._hash_compiled_sources() != before
 
 
 def test_the_cache_is_beside_the_stores(tmp_path: Path) -> None:

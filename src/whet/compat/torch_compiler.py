@@ -57,8 +57,20 @@ def enable_graph_cache() -> None:
 
 
 def enable_autograd_cache() -> None:
-    """`torch._functorch.config.enable_autograd_cache`: keep joint forward and backward graphs on disk."""
+    """`torch._functorch.config.enable_autograd_cache`: keep joint forward and backward graphs on disk. Those with
+    `autograd.Function`s, as in layers with adapters, too (`autograd_cache_allow_custom_autograd_functions`): the
+    cache's key contains both of their passes. It does not contain the backward passes of operators: `set_cache_tag`."""
     torch._functorch.config.enable_autograd_cache = True
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+
+
+def set_cache_tag(tag: str) -> None:
+    """`torch.compiler.config.cache_key_tag`: a part of every cache key, after a tag that the user has set. torch's key
+    has the names of operators, not their code, but a cached graph contains what `register_autograd` traced: without
+    the tag, a backward pass that was corrected would live on in the cache."""
+    given = torch.compiler.config.cache_key_tag
+    if not given.endswith(tag):
+        torch.compiler.config.cache_key_tag = given + tag
 
 
 @functools.cache
@@ -71,9 +83,13 @@ def import_inductor() -> None:
     atexit.register(_end_compile_workers)
 
 
-def hash_triton() -> None:
-    """`triton.runtime.cache.triton_key`: the hash of Triton's own files, which every kernel's cache key contains. It
-    takes 0.4 s, the first kernel would wait for it, and Triton keeps it."""
+def hash_compilers() -> None:
+    """`torch._inductor.codecache.torch_key` and `triton.runtime.cache.triton_key`: hashes of torch's and Triton's own
+    files, which the keys of all cached code contain. They take 0.2 and 0.4 s, the first compilation would wait for
+    them, and both are kept."""
+    from torch._inductor.codecache import torch_key
+
+    torch_key()
     with contextlib.suppress(ImportError):
         from triton.runtime.cache import triton_key
 

@@ -8,9 +8,11 @@ behind frozen embeddings (its input needs no gradient), for evaluation, and for 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,6 +23,7 @@ from whet.compat.torch_compiler import (
     enable_autograd_cache,
     enable_graph_cache,
     set_activation_budget,
+    set_cache_tag,
     set_recompile_limit,
 )
 from whet.core.console import warn
@@ -29,6 +32,7 @@ from whet.core.resources import has_triton
 from whet.execution.merge_linears import compile_with_merged_linears
 
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_COMPILED_PACKAGES = ("compat", "execution", "model", "parallel")
 _RECOMPILE_LIMIT = 32
 """Two kinds of layer × four lengths × training and evaluation × with and without a gradient of the input."""
 
@@ -54,8 +58,10 @@ def set_activation_memory_budget(full: bool) -> None:
 def use_compile_cache() -> None:
     """Keep compiled code in whet's cache directory, for the next start; warns once if it is not writable.
 
-    torch's default is a folder in /tmp, which a reboot empties. Directories that the user has set are kept.
+    torch's default is a folder in /tmp, which a reboot empties. Directories that the user has set are kept. Code that
+    another version of whet compiled is not used.
     """
+    set_cache_tag(f"whet-{_hash_compiled_sources()}")
     if os.environ.get(_CACHE_VARIABLE) in (None, default_inductor_cache()):  # torch sets the variable to its default
         folder = cache_dir() / "compiled"
         try:
@@ -74,6 +80,13 @@ def use_compile_cache() -> None:
         enable_graph_cache()
     if "TORCHINDUCTOR_AUTOGRAD_CACHE" not in os.environ:
         enable_autograd_cache()
+
+
+def _hash_compiled_sources() -> str:
+    """The hash of whet's modules with operators, or with changes to the compiler."""
+    package = Path(__file__).parents[1]
+    files = [file for name in _COMPILED_PACKAGES for file in sorted((package / name).rglob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def compile_forward(forward: Callable[..., Any], backend: Any = compile_with_merged_linears) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from whet.compat.torch_compiler import hash_triton, import_inductor
+from whet.compat.torch_compiler import hash_compilers, import_inductor
 from whet.config import Config
 from whet.core.distributed import Ranks, get_local_device
 from whet.core.errors import WhetError
@@ -236,10 +236,16 @@ class BackgroundModelLoader:
             with fork_lock:
                 device = get_local_device(self._config.launch.share_gpu, self._config.run.device)
                 precision = resolve_precision(self._config, device)
+                # Import the compiler while weights are copied. It imports nothing that this thread may be importing,
+                # so neither thread sees a module half-initialised.
+                importing = threading.Thread(target=_import_compiler, name="import the compiler", daemon=True)
                 if should_compile(self._config.model.compile, device, precision.compute):
-                    import_inductor()
-                    threading.Thread(target=hash_triton, name="hash Triton", daemon=True).start()
-                self._model = self._loaded(precision.weights, device)
+                    importing.start()
+                try:
+                    self._model = self._loaded(precision.weights, device)
+                finally:
+                    if importing.ident is not None:
+                        importing.join()  # no process may be forked while a thread imports
         except BaseException as error:
             self._error = error
 
@@ -248,6 +254,11 @@ class BackgroundModelLoader:
             return load_model(self._config.model, dtype, weights_device(self._config, device))
         model, self.source = load_placeholder_model(self._config.model, dtype)
         return model
+
+
+def _import_compiler() -> None:
+    import_inductor()
+    threading.Thread(target=hash_compilers, name="hash the compilers", daemon=True).start()
 
 
 def require_parallel_layers(config: Config) -> None:
