@@ -95,6 +95,18 @@ for add in (lambda: None, lambda: atexit.register(dump_compile_times)):
     assert done.stdout.split() == ["False", "True"]
 
 
+def test_the_compiler_imports_nothing_of_transformers(real_python: str) -> None:
+    """It is imported by one thread while another loads a model."""
+    program = """
+import sys
+from whet.compat.torch_compiler import import_inductor
+import_inductor()
+print({"transformers", "tokenizers", "safetensors", "peft", "accelerate", "huggingface_hub"} & {*sys.modules})
+"""
+    done = subprocess.run([real_python, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 @pytest.mark.parametrize(
     ("module", "is_made"),
     [("whet.compat.torch_compiler", "False"), pytest.param("torch._dynamo", "True", marks=pytest.mark.slow)],
