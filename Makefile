@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 # One more than cores, because some tests wait for processes, timers and locks.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 # Debian packages that some tests use. Without them `make test` passes too and lists the tests it skipped.
-SYSTEM_PACKAGES := bubblewrap chromium iproute2 munge postgresql slurm-wlm
+SYSTEM_PACKAGES := bubblewrap chromium iproute2 jq munge postgresql slurm-wlm
 
 .PHONY: help demo test test-all test-gpu lint bench docs site system-deps clean
 

@@ -76,6 +76,8 @@ def test_a_data_file_in_place_of_a_recipe(fragen: Path, whet: Any) -> None:
         ([], "DATA is missing"),
         (["fragen.csv", "--model", "no-such-model"], "no-such-model: no such folder"),
         (["fragen.csv", "--out", "fragen.csv"], "fragen.csv: it exists. Give another name (--out FILE), or --fresh"),
+        (["fragen.csv", "--out", "no/recipe.yaml"], "--out no/recipe.yaml: no such folder: "),
+        (["fragen.csv", "--out", ".", "--fresh"], "--out .: it is a folder"),
     ],
 )
 def test_bad_input(fragen: Path, whet: Any, arguments: list[str], message: str) -> None:
@@ -83,6 +85,30 @@ def test_bad_input(fragen: Path, whet: Any, arguments: list[str], message: str) 
     assert ended.code in (1, 2)
     assert message in ended.err
     assert (fragen / "fragen.csv").read_bytes().startswith(b"\xef\xbb\xbfFrage")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.md", "# Question\nWhat?\n", "a.md: whet does not read files of this kind. Write questions and answers as"),
+        ("a.yaml", "- question: Q\n  answer: A\n", "a.yaml: whet does not read files of this kind"),
+        (
+            "a.jsonl",
+            "{'question': 'Q', 'answer': 'A'}\n",
+            "none of its 1 records can be used; the first: a.jsonl:1: not",
+        ),
+        ("a.jsonl", "{'question': 'Q', 'answer': 'A'}\n", "This is Python, not JSON: write it with json.dumps"),
+        ("a", "broken\n" + '{"question": "Q", "answer": "A"}\n' * 2, ""),
+    ],
+)
+def test_files_without_a_usable_record(
+    whet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(text)
+    ended = whet("init", name, "--model", "builtin:tiny", "--out", "recipe.yaml")
+    assert (ended.code, Path("recipe.yaml").exists()) == ((1, False) if message else (0, True))
+    assert message in ended.err
 
 
 def test_models_are_listed(whet: Any) -> None:

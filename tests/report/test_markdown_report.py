@@ -95,6 +95,11 @@ def test_where_a_report_goes(make_run: MakeRun, tmp_path: Path) -> None:
     assert "<html" in write_report(run, str(tmp_path / "x.html")).read_text()
     with pytest.raises(UsageError, match=r"--to pdf: give html, md"):
         write_report(run, "pdf")
+    (folder := tmp_path / "page.html").mkdir()
+    with pytest.raises(WhetError, match=r"page\.html: it is a folder"):
+        write_report(run, str(folder))
+    with pytest.raises(WhetError, match=r"--to /proc/x\.md: cannot be written: No such file or directory"):
+        write_report(run, "/proc/x.md")
     with pytest.raises(WhetError, match="no such folder"):
         write_report(run, str(tmp_path / "none" / "x.md"))
 

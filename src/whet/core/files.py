@@ -57,6 +57,24 @@ def atomic_write(path: Path, content: str | bytes | Iterator[bytes]) -> None:
         raise
 
 
+def require_file_place(option: str, path: Path) -> None:
+    """Refuse a place where no file can be written, before the work for it; `option`: by which the user gave it."""
+    folder = path.absolute().parent
+    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises OSError for a name that is too long
+        raise WhetError(f"{option} {path}: it is a folder. Add the name of a file")
+    if not os.path.isdir(folder):  # noqa: PTH112
+        raise WhetError(f"{option} {path}: no such folder: {folder}. Create it first")
+
+
+def write_named_file(option: str, path: Path, content: str | bytes) -> None:
+    """Write a file where the user wants it, atomically."""
+    try:
+        atomic_write(path, content)
+    except OSError as error:
+        unknown = WhetError(f"{option} {path}: cannot be written: {error.strerror}. Give another place")
+        raise os_error(error, "writing it", path) or unknown from None
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` atomically as indented JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
     atomic_write(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

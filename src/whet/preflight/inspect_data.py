@@ -17,7 +17,7 @@ from whet.config import Config, read_config
 from whet.core.console import info, progress, result_console
 from whet.core.display import escape_controls
 from whet.core.errors import WhetError
-from whet.core.files import atomic_write
+from whet.core.files import require_file_place, write_named_file
 from whet.data.conversation import Origin
 from whet.data.plan.planner import Plan
 from whet.data.prepare.store import MANIFEST, Store, StoreCheck
@@ -148,8 +148,7 @@ def _render_tokens(ids: Sequence[int], loss: Sequence[int], decoder: Decoder) ->
 
 def write_counts(target: InspectionTarget, path: Path) -> dict[str, Any]:
     """Write a CSV line per document: source, line, tokens, supervised tokens."""
-    if not path.absolute().parent.is_dir():
-        raise WhetError(f"--count {path}: no such folder: {path.absolute().parent}. Create it first")
+    require_file_place("--count", path)
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["document", "source", "line", "tokens", "supervised"])
@@ -161,7 +160,7 @@ def write_counts(target: InspectionTarget, path: Path) -> dict[str, Any]:
             writer.writerow([number, origin.source, origin.line, len(loss), targets])
             tokens, supervised = tokens + len(loss), supervised + targets
             bar.advance()
-    atomic_write(path, text.getvalue())
+    write_named_file("--count", path, text.getvalue())
     info(f"{path}: {len(target.numbers):,} documents, {tokens:,} tokens, {supervised:,} supervised")
     return {
         "file": str(path), "documents": len(target.numbers), "tokens": tokens, "supervised_tokens": supervised,

@@ -173,6 +173,11 @@ def _summarize(source: Source, is_guessed: bool, model: str, may_drop: bool) -> 
     is_text = any(isinstance(item, PlainText) for item in items)
     good = [item for item in items if isinstance(item, (Conversation, PlainText))]
     bad = [f"{item.origin}: {item.explanation}" for item in items if isinstance(item, BadRecord)]
+    if bad and not good:
+        raise WhetError(
+            f"{source.path}: none of {'its' if is_whole else 'the first'} {len(bad):,} records can be used; the first: "
+            f"{bad[0]}"
+        )
     kept, duplicates, lengths_note = len(good), len(good) - len({_content(item) for item in good}), ""
     store = _prepare_sample(source, model)
     if store is None:

@@ -11,8 +11,8 @@ from typing import Any
 from whet.core.console import warn
 from whet.core.costs import counted_costs
 from whet.core.display import escape_controls, mask_secrets
-from whet.core.errors import UsageError, WhetError, os_error
-from whet.core.files import atomic_write, resolve_path
+from whet.core.errors import UsageError
+from whet.core.files import require_file_place, resolve_path, write_named_file
 from whet.report.blocks import Cell, Figure, ReportSection, Table
 from whet.report.charts import ChartLine
 from whet.report.formatting import DASH, format_count, format_number, format_seconds, format_share
@@ -51,10 +51,7 @@ def write_reports(folders: Sequence[Path], to: str = "html") -> Path:
         names = _distinct_names(runs)
         sections, folder = comparison_sections(runs, names), _common_folder(folders)
         text = render(f"{len(runs)} runs", "compared", ", ".join(names), sections, folder)
-    try:
-        atomic_write(path, text.encode("utf-8", "replace"))  # JSON can name surrogates
-    except OSError as error:
-        raise os_error(error, "writing the report", path) or error from None
+    write_named_file("--to", path, text.encode("utf-8", "replace"))  # JSON can name surrogates
     return path
 
 
@@ -66,8 +63,7 @@ def report_path(folders: Sequence[Path], to: str) -> Path:
     path = Path(to)
     if path.suffix not in _KINDS:
         raise UsageError(f"--to {to}: give html, md, or the name of a file that ends with .html or .md")
-    if not path.absolute().parent.is_dir():
-        raise WhetError(f"--to {to}: no such folder: {path.absolute().parent}. Create it first")
+    require_file_place("--to", path)
     return path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -330,10 +331,47 @@ def test_texts_with_one_label_are_documents(read: Any, text: str) -> None:
         ({"instruction": "Q?", "completions": [{"response": "A."}]}, "several answers to a question ('completions')"),
         ({"question": "Q?", "answers": [{"text": "A.", "pm_score": 3}]}, "several answers to a question ('answers')"),
         ({"prompt": "Q?", "id": 3}, "a question ('prompt') without a known answer"),
+        ({"title": "t", "mapping": {"a": {"message": None, "children": []}}}, "chats as ChatGPT exports them"),
+        ({"contents": [{"role": "user", "parts": [{"text": "Q?"}]}]}, "chats in the form of Google's Gemini"),
     ],
 )  # fmt: skip
 def test_a_shape_is_refused_by_name(read: Any, record: Any, name: str) -> None:
     assert name in refusal(read, record, record)
+
+
+CHATGPT = [{"current_node": "d", "mapping": {
+    "a": {"parent": None, "children": ["s"], "message": None},
+    "s": {"parent": "a", "children": ["b"], "message": {"author": {"role": "system"}, "content": {"parts": [""]}}},
+    "b": {"parent": "s", "children": ["x", "c"], "message": {"author": {"role": "user"}, "content": {"parts": ["Q?"]}}},
+    "x": {"parent": "b", "children": [], "message": {"author": {"role": "assistant"}, "content": {"parts": ["Old."]}}},
+    "c": {"parent": "b", "children": ["d"], "message": {"author": {"role": "assistant"}, "content": {"thoughts": []}}},
+    "d": {"parent": "c", "children": [], "message": {"author": {"role": "assistant"}, "content": {"parts": ["A."]}}},
+}}]  # fmt: skip
+GEMINI = {
+    "contents": [
+        {"role": "user", "parts": [{"text": "Q"}, {"text": "?"}]},
+        {"role": "model", "parts": [{"text": "A."}]},
+    ]
+}
+GEMINI_WITH_SYSTEM = GEMINI | {"systemInstruction": {"parts": [{"text": "S."}]}}
+ANSWERED = [("user", "Q?"), ("assistant", "A.")]
+
+
+@pytest.mark.system("jq")
+@pytest.mark.parametrize(
+    ("name", "exported", "expected"),
+    [
+        ("chatgpt.jq", CHATGPT, ANSWERED),
+        ("gemini.jq", GEMINI, ANSWERED),
+        ("gemini.jq", GEMINI_WITH_SYSTEM, [("system", "S."), *ANSWERED]),
+    ],
+)
+def test_the_lines_of_the_docs_write_messages(read: Any, name: str, exported: Any, expected: list[Any]) -> None:
+    page = (Path(__file__).parents[3] / "docs/data.md").read_text()
+    [program] = [block for block in re.findall(r"```jq\n(.*?)```", page, re.DOTALL) if f"-f {name} " in block]
+    done = subprocess.run(["jq", "-c", program], input=json.dumps(exported), capture_output=True, text=True, check=True)
+    [parsed] = read(json.loads(done.stdout))
+    assert turns(parsed) == expected
 
 
 @pytest.mark.parametrize("more", ["context", "passage", "document"])

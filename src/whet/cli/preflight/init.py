@@ -36,11 +36,12 @@ def init(
     if data is None:
         raise UsageError("DATA is missing: give a file, such as `whet init my.csv`, or --list")
     from whet.core.console import info
-    from whet.core.files import atomic_write, move_aside
+    from whet.core.files import move_aside, require_file_place, write_named_file
     from whet.core.yaml import dump_yaml_inline
     from whet.preflight.recipe_proposal import nest_settings, propose_recipe, recipe_name, render_recipe
 
     file = out or Path(f"{recipe_name(data)}.yaml")
+    require_file_place("--out", file)
     if file.exists() and not fresh:
         raise WhetError(f"{file}: it exists. Give another name (--out FILE), or --fresh, which moves it aside")
     settings = propose_recipe(data, model)
@@ -49,7 +50,7 @@ def init(
     )
     if file.exists():
         info(f"{file} is now {move_aside(file)}")
-    atomic_write(file, text)
+    write_named_file("--out", file, text)
     for section, values in nest_settings(settings).items():
         info(f"  {section}: {dump_yaml_inline(values)}")
     info(f"written to {file}, with the reason for each setting. Next: whet check {file}, then whet train {file}")

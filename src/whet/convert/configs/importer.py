@@ -22,8 +22,8 @@ from whet.core import console
 from whet.core.config import is_search_range, list_settings, merge_trees, validate_config
 from whet.core.config import read_tree as read_recipe_tree
 from whet.core.display import escape_controls
-from whet.core.errors import WhetError, os_error
-from whet.core.files import atomic_write
+from whet.core.errors import WhetError
+from whet.core.files import require_file_place, write_named_file
 from whet.core.yaml import Node, dump_yaml_inline, parse_yaml
 
 KINDS: dict[str, Kind] = {
@@ -34,8 +34,10 @@ KINDS: dict[str, Kind] = {
 
 def import_config(kind: str | None, file: Path, onto: Path | None = None, out: Path | None = None) -> dict[str, Any]:
     """Write the recipe to `out`, or to stdout, and print what has no equivalent or means something else."""
-    if out is not None and os.path.lexists(out):
-        raise WhetError(f"{out}: the file exists. Give another name with --out, or delete it")
+    if out is not None:
+        require_file_place("--out", out)
+        if os.path.lexists(out):
+            raise WhetError(f"{out}: the file exists. Give another name with --out, or delete it")
     known = find_kind(kind) if kind is not None else None
     candidates = [known] if known is not None else KINDS.values()
     tree = read_tree(file, tuple(kind.command for kind in candidates if kind.command))
@@ -58,7 +60,7 @@ def import_config(kind: str | None, file: Path, onto: Path | None = None, out: P
     if parse_yaml(text, "", expand="none").plain() != result.plain(named=True):
         raise AssertionError(f"the recipe does not read back:\n{text}")
     if out is not None:
-        _write(out, text)
+        write_named_file("--out", out, text)
     _print_notes(draft, chosen, file, missing, out)
     notes = [
         {
@@ -74,15 +76,6 @@ def import_config(kind: str | None, file: Path, onto: Path | None = None, out: P
         "kind": chosen.name, "tool": chosen.tool, "file": str(file), "out": None if out is None else str(out),
         "missing": missing, "config": result.plain(named=True), "notes": notes, "recipe": text,
     }  # fmt: skip
-
-
-def _write(out: Path, text: str) -> None:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(out, text)
-    except OSError as error:
-        plain = WhetError(f"{out}: cannot be written: {error.strerror}. Give another name with --out")
-        raise os_error(error, "writing the recipe", out) or plain from None
 
 
 def _finite(value: Any) -> Any:

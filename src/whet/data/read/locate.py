@@ -246,11 +246,22 @@ def _open_by_suffix(name: str, path: Path, source: Source, suffix: str, head: by
         return TextFile(name, path, source.encoding)
     if suffix in _JSON_SUFFIXES or name == "stdin":
         return _open_json(name, path, source.split)
+    if suffix not in _JSONL_SUFFIXES and not _may_be_json(name, path):
+        raise WhetError(
+            f"data.sources: {name}: whet does not read files of this kind. Write questions and answers as JSON Lines "
+            "(.jsonl) or CSV; name a text .txt to train on every word of it"
+        )
     if _is_array_in_lines(name, path):
         array = JsonArrayFile(name, path)
         array.note = "one JSON array"
         return array
     return JsonObjectFile(name, path, source.split) if _is_object_of_records(name, path) else JsonLinesFile(name, path)
+
+
+def _may_be_json(name: str, path: Path) -> bool:
+    """False for other text. Binary files are reported later, broken lines one by one."""
+    first, second = _first_lines(name, path)
+    return b"\0" in first or first.startswith((b"{", b"[")) or (second or b"").lstrip().startswith((b"{", b"["))
 
 
 def _is_array_in_lines(name: str, path: Path) -> bool:

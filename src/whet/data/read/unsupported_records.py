@@ -179,6 +179,8 @@ def _name_record(record: Record, records: Sequence[Record]) -> str | None:
             f"the records are inside {inside!r}, several to a line. Write each into one: jq -c '.{inside}[]' FILE > "
             "NEW.jsonl"
         )
+    if shape := _name_export(record):
+        return f"{shape}. docs/data.md has a line that writes them as messages"
     for key in _TURN_LISTS:
         turns = record.get(key)
         if isinstance(turns, list) and turns and isinstance(turns[0], (str, dict)):
@@ -213,6 +215,15 @@ def _name_record(record: Record, records: Sequence[Record]) -> str | None:
     prompt, completion = _find_names(record)
     if prompt and not completion:
         return f"a question ({prompt!r}) without a known answer. Set fields: {{prompt: {prompt}, completion: NAME}}"
+    return None
+
+
+def _name_export(record: Record) -> str | None:
+    mapping, contents = record.get("mapping"), record.get("contents")
+    if isinstance(mapping, dict) and any(isinstance(node, dict) and "children" in node for node in mapping.values()):
+        return "chats as ChatGPT exports them, with every version of an answer ('mapping')"
+    if is_turn_list(contents, "parts"):
+        return "chats in the form of Google's Gemini ('contents' with 'parts')"
     return None
 
 
