@@ -236,6 +236,7 @@ def test_nothing_left_to_train_on_is_an_error_with_the_reasons(own_cache: Path, 
     ) as caught:
         go(path, on_bad="skip")
     assert ("data.max_length" in str(caught.value)) == (lines == [LONG])
+    assert (f"The first: {path}:1: not valid JSON" in str(caught.value)) == (lines == ["{"])
     assert left_behind(own_cache) == []
 
 

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from whet.core.errors import WhetError, first_line, os_error
-from whet.core.files import atomic_write
+from whet.core.files import atomic_write, parse_json_line
 from whet.data.config import DataConfig, Source
 from whet.data.conversation import Origin
 from whet.data.indexed_dataset import token_dtype
@@ -157,7 +157,7 @@ def merge_chunks(
             for path in paths:
                 with contextlib.closing(SavedChunk(path)) as chunk:
                     _append_chunk(chunk, originals, accounts[chunk.source], files, writer, ledger, config.deduplicate)
-        _require_conversations(accounts, sources)
+        _require_conversations(accounts, sources, folder / LEDGER_LINES)
         writer.finish(
             {
                 "key": key,
@@ -264,7 +264,7 @@ def _append_chunk(
     writer.add(tokens, loss, sizes[keep], targets[keep], origins[keep], chunk["hashes"][keep])
 
 
-def _require_conversations(accounts: Sequence[Account], sources: Sequence[Source]) -> None:
+def _require_conversations(accounts: Sequence[Account], sources: Sequence[Source], ledger: Path) -> None:
     if any(account.kept for account in accounts):
         return
     reasons = "; ".join(
@@ -273,6 +273,10 @@ def _require_conversations(accounts: Sequence[Account], sources: Sequence[Source
         for account, source in zip(accounts, sources, strict=True)
     )
     remedy = "Fix the data, or check what data.sources selects"
+    with ledger.open("rb") as lines:
+        dropped = next(filter(None, map(parse_json_line, lines)), None)
+    if dropped is not None:
+        remedy = f"The first: {dropped['file']}:{dropped['line']}: {dropped['detail']}. {remedy}"
     if any("too long" in account.reasons for account in accounts):
         remedy = "Raise data.max_length, or choose data.too_long=split or truncate"
     raise WhetError(f"no conversation is left to train on ({reasons}). {remedy}")

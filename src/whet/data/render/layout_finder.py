@@ -129,7 +129,8 @@ class LayoutFinder:
         reasoning prefill of its generation prompt that it has not."""
         if turn == 0:
             raise BadRecordError(
-                "starts with the assistant", "message 1 is the assistant's, so there is no prompt before it"
+                "starts with the assistant",
+                "message 1 is the assistant's, so there is no prompt before it; data.system adds one",
             )
         first, last = rendering.message_span(turn)
         previous = rendering.end_of_previous_sentinel(first)
