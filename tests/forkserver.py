@@ -149,7 +149,8 @@ class Popen(subprocess.Popen[Any]):
 
     def send_signal(self, sig: int) -> None:
         if self.poll() is None:
-            os.kill(fork_of(self.pid), sig)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since, as in subprocess.Popen
+                os.kill(fork_of(self.pid), sig)
 
 
 def fork_of(pid: int) -> int:
