@@ -244,15 +244,29 @@ def test_parts_that_took_no_time_are_not_mentioned() -> None:
     assert startup_summary(seconds, 570) == f"{text}; about 19 min for the 570 to come"
 
 
-def test_a_folder_that_holds_a_run_is_refused_before_torch_is_imported(tmp_path: Path, recipe: str) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.yaml").write_text("model: {path: builtin:tiny}\n")
+def run_in_new_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs whet not in a fork that has torch; prints which of torch and transformers were imported."""
     code = (
         "import sys\nfrom whet.cli.app import app\n"
         "try:\n    app()\nfinally:\n    print(sorted({'torch', 'transformers'} & {*sys.modules}))"
     )
-    words = [os.environ["WHET_TEST_PYTHON"], "-c", code, "train", recipe, f"run.dir={run}"]  # not a fork with torch
-    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    words = [os.environ["WHET_TEST_PYTHON"], "-c", code, *arguments]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_torch_is_imported(tmp_path: Path, recipe: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("model: {path: builtin:tiny}\n")
+    ended = run_in_new_python("train", recipe, f"run.dir={run}")
     assert (ended.returncode, ended.stdout) == (1, "[]\n"), ended.stderr
     assert f"{run}: this folder holds a run already. Continue it with --resume" in ended.stderr
+
+
+@pytest.mark.parametrize("verb", ["chat", "eval", "export", "serve"])
+def test_a_mistyped_run_is_named_before_torch_is_imported(tmp_path: Path, verb: str) -> None:
+    (tmp_path / "faq").mkdir()
+    ended = run_in_new_python(verb, f"{tmp_path}/fax@3")
+    assert (ended.returncode, ended.stdout) == (1, "[]\n"), ended.stderr
+    assert f"{tmp_path}/fax: no such folder" in ended.stderr
+    assert f"Did you mean {tmp_path}/faq?" in ended.stderr

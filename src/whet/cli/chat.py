@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from whet.cli.common import JsonOption, LoadOption, QuietOption, cli_command
+from whet.cli.common import JsonOption, LoadOption, QuietOption, cli_command, require_existing
 
 if TYPE_CHECKING:
     from whet.inference.chat import ChatModels
@@ -64,6 +64,7 @@ def chat(
     as_json: JsonOption = False,
 ) -> dict[str, Any] | None:
     """Chat with a model in the terminal."""
+    require_existing(model, *([against] if against else []))
     from whet.core.console import print_result
     from whet.core.errors import WhetError
     from whet.inference.chat import answer_conversations, generate_unconditional, read_prompts

@@ -100,6 +100,17 @@ def cli_command(function: Callable[P, dict[str, Any] | None]) -> Callable[P, Non
     return command
 
 
+def require_existing(*references: str) -> None:
+    """Refuse a mistyped run or model folder at once: importing torch takes seconds."""
+    from whet.core.files import user_path
+    from whet.core.run_folder import parse_run_reference
+    from whet.model.load.weight_files import require_no_typo
+
+    for reference in references:
+        if not user_path(reference).exists():
+            require_no_typo(str(parse_run_reference(reference)[0]))
+
+
 def confirm(question: str, yes: bool) -> None:
     """Ask on the terminal; a script has to say --yes."""
     from whet.core.console import end_start

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command
+from whet.cli.common import JsonOption, OverridesArgument, QuietOption, cli_command, require_existing
 
 
 @cli_command
@@ -42,6 +42,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Evaluate a run or a model: loss, perplexity, bits per byte, token accuracy, tasks with confidence intervals."""
+    require_existing(model)
     from whet.core.console import print_result
     from whet.inference.comparison import format_results
     from whet.run import eval_command

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import JsonOption, QuietOption, cli_command
+from whet.cli.common import JsonOption, QuietOption, cli_command, require_existing
 
 
 class ExportKind(StrEnum):
@@ -57,6 +57,7 @@ def export(
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
     """Export a run's model for other tools, load the export back and compare it with the trained model."""
+    require_existing(run)
     from whet.run.export_run import ExportRequest, check_export, export_run
 
     if check is not None:

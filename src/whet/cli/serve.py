@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.cli.common import LoadOption, QuietOption, cli_command
+from whet.cli.common import LoadOption, QuietOption, cli_command, require_existing
 
 
 @cli_command
@@ -39,6 +39,7 @@ def serve(
     - `whet export RUN --to gguf`, then `llama-server -m RUN/exports/gguf/*.gguf`
     - or `ollama create NAME -f RUN/exports/gguf/Modelfile`
     """
+    require_existing(*models)
     from whet.core.console import info
     from whet.run.models.load_models import load_models_to_serve
     from whet.serve.app import make_serving_app, run_server
