@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from whet.preflight import doctor
 
@@ -37,3 +38,10 @@ def test_it_knows_every_extra() -> None:
     }
     imported = {"flash_linear_attention": "fla", "nvidia_cutlass_dsl": "cutlass", "flash_attn_4": "cutlass"}
     assert {imported.get(name, name) for name in required} == doctor._EXTRAS.keys()
+
+
+@pytest.mark.parametrize("is_faster", [False, True])
+def test_a_cpu_that_multiplies_bf16_is_told_apart(is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "multiplies_bf16", lambda: is_faster)
+    precision = next(fact for fact in doctor._back_ends(torch.device("cpu")) if fact.subject == "precision")
+    assert ("train.precision=bf16" in precision.text) == is_faster

@@ -15,7 +15,7 @@ import torch
 
 import whet
 from whet.core.files import cache_dir
-from whet.core.resources import available_cores, available_memory, has_triton
+from whet.core.resources import available_cores, available_memory, has_triton, multiplies_bf16
 from whet.execution.compile import should_compile
 from whet.model.attention.backends import active_flash_attention
 from whet.model.attention.dispatch import choose_backend
@@ -102,7 +102,8 @@ def _back_ends(device: torch.device) -> Iterator[Fact]:
     is_cuda = device.type == "cuda"
     dtype = torch.bfloat16 if is_cuda and torch.cuda.is_bf16_supported() else torch.float32
     name = str(dtype).removeprefix("torch.")
-    yield Fact("precision", "ok", f"{name}" + ("" if is_cuda else "; a GPU computes in bf16"))
+    hint = "; train.precision=bf16 is faster on this CPU" if device.type == "cpu" and multiplies_bf16() else ""
+    yield Fact("precision", "ok", f"{name}{hint}")
     newest = active_flash_attention() if is_cuda else None
     note = f" (flash attention {newest})" if newest else ""
     yield Fact("attention", "ok", f"{choose_backend('auto', device, dtype)}{note}")
