@@ -77,16 +77,11 @@ def _build_smollm2(folder: Path) -> None:
             _download_smollm2(folder)
             return
         info("converting SmolLM2-135M-Instruct (once)")
+        import gguf as gguf_package
         import torch
         from tokenizers import decoders, pre_tokenizers
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        try:
-            import gguf as gguf_package
-        except ImportError:
-            raise WhetError(
-                "model.path: builtin:smollm2 is a GGUF file, which needs the gguf package: pip install gguf"
-            ) from None
         where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         with share_gguf_reads(), contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar of transformers
             read = AutoModelForCausalLM.from_pretrained(**where)
