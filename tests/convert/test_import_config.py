@@ -232,6 +232,13 @@ def test_neox_without_mask_keys_trains_on_every_token_and_it_says_so() -> None:
     assert any("SFT_ENABLED" in text for _, text in notes("neox", given)["decide"])
 
 
+def test_a_folder_that_neox_loads_from_is_no_run_folder() -> None:
+    """As on LUMI: `save` and `load` are one folder."""
+    given = {"load": "/scratch//ckpt", "save": "/scratch/ckpt"}
+    assert "run.dir" not in settings("neox", given)
+    assert any(key == "save" and "set run.dir" in text for key, text in notes("neox", given)["decide"])
+
+
 def test_nanochat_of_february_trains_on_every_token(tmp_path: Path) -> None:
     file = tmp_path / "run.txt"
     file.write_text("python -m scripts.chat_sft --dtype=float32 --num-iterations -1 --init-lr-frac 0.5\n")

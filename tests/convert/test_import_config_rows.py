@@ -388,6 +388,7 @@ ROWS: dict[str, dict[str, tuple[Any, dict[str, Any], Expected]]] = {
         "test_label_data_paths": (["l"], {}, "decide"),
         "finetune": (False, {}, "no equivalent"),
         "load": ("c", {}, {"model.path": "c"}),
+        "save": ("d", {"load": "c"}, {"run.dir": "d"}),
         "no_save_optim": (True, {}, {"checkpoint.optimizer": "none"}),
         "vocab_file": ("t/tokenizer.json", {}, {"model.tokenizer": "t"}),
         "checkpoint_factor": (10, {}, {"checkpoint.every": 10}),
