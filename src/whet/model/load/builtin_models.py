@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.compat.transformers_private import share_gguf_reads
-from whet.core.console import info
+from whet.core.console import info, silence_libraries
 from whet.core.errors import WhetError, first_line, os_error
 from whet.core.files import atomic_dir, cache_dir, file_lock, require_disk_space
 
@@ -47,6 +47,7 @@ def builtin_folder(name: str) -> Path:
     try:
         with file_lock(folder.with_suffix(".lock")):
             if not _is_built(folder):
+                silence_libraries()
                 with atomic_dir(folder) as temporary:
                     build(temporary)
     except Exception as error:
