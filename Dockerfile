@@ -20,7 +20,7 @@ COPY src src
 
 # The versions that whet is tested with. torch comes first, as a layer of its own: it is large and changes rarely.
 RUN python -m pip install -c constraints.txt torch
-RUN python -m pip install -c constraints.txt '.[data,xlsx,export,search,track,eval,quantize,demo]'
+RUN python -m pip install -c constraints.txt '.[data,xlsx,export,search,track,eval,quantize]'
 RUN whet --version && whet doctor
 
 WORKDIR /work

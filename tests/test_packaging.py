@@ -73,6 +73,11 @@ def test_the_commands_of_the_dockerfile_run_in_a_fresh_environment(tmp_path: Pat
     assert "whet 0." in done.stdout + done.stderr
 
 
+def test_the_demo_needs_no_extra() -> None:
+    """`pip install whet`, then `whet demo`: SmolLM2 is a GGUF file."""
+    assert "gguf" in {re.split(r"[<>=]", each)[0] for each in PROJECT["dependencies"]}
+
+
 def test_nothing_in_the_package_is_read_from_the_repository() -> None:
     """A wheel has src/whet alone."""
     for file in (ROOT / "src/whet").rglob("*.py"):

@@ -30,7 +30,7 @@ def test_it_names_device_back_ends_and_what_is_missing(whet: Any, monkeypatch: p
 
 def test_it_knows_every_extra() -> None:
     extras = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
-    assert {extra for extra, _ in doctor._EXTRAS.values()} == extras.keys() - {"dev", "docs", "demo"}
+    assert {extra for extra, _ in doctor._EXTRAS.values()} == extras.keys() - {"dev", "docs"}
     required = {
         re.split(r"[\[<>=;]", each)[0].replace("-", "_")
         for name in extras.keys() - {"dev", "docs"}

@@ -172,6 +172,7 @@ def test_a_fresh_demo_moves_the_old_one_aside(
     ended = whet("demo", "--fresh", "--dir", tmp_path / "demo")
     assert ended.code == 0, ended.err
     assert f"now in {tmp_path / 'demo.1'}" in ended.err
+    assert "nothing to resume" not in ended.err
     assert (tmp_path / "demo.1/metrics.jsonl").read_bytes() == (tiny_run / "metrics.jsonl").read_bytes()
 
 

@@ -148,8 +148,14 @@ def test_nanochat(tmp_path: Path) -> None:
     assert config.train.steps == 6  # ⌈(13 − 1) / 2⌉: --num-iterations counts micro-batches and runs one short
     assert config.data.train_on == "assistant"
     assert [source.path for source in config.data.sources] == ["hub:HuggingFaceTB/smol-smoltalk", "hub:openai/gsm8k"]
-    assert config.train.optimizer.matrix_lr == pytest.approx(0.02 * 0.8)
-    assert (config.train.optimizer.flavour, config.train.optimizer.scalar_lr) == ("nanochat", 0.4)
+    optimizer = config.train.optimizer
+    assert (optimizer.flavour, optimizer.matrix_lr, optimizer.scalar_lr, optimizer.scale) == (
+        "nanochat",
+        0.02,
+        0.5,
+        0.8,
+    )
+    assert config.track == ["wandb"]
     assert (config.train.schedule.name, config.train.schedule.decay, config.train.schedule.init_frac) == ("wsd", 0.5, 0)
 
 
@@ -226,6 +232,13 @@ def test_neox_without_mask_keys_trains_on_every_token_and_it_says_so() -> None:
     assert any("SFT_ENABLED" in text for _, text in notes("neox", given)["decide"])
 
 
+def test_a_folder_that_neox_loads_from_is_no_run_folder() -> None:
+    """As on LUMI: `save` and `load` are one folder."""
+    given = {"load": "/scratch//ckpt", "save": "/scratch/ckpt"}
+    assert "run.dir" not in settings("neox", given)
+    assert any(key == "save" and "set run.dir" in text for key, text in notes("neox", given)["decide"])
+
+
 def test_nanochat_of_february_trains_on_every_token(tmp_path: Path) -> None:
     file = tmp_path / "run.txt"
     file.write_text("python -m scripts.chat_sft --dtype=float32 --num-iterations -1 --init-lr-frac 0.5\n")
@@ -233,8 +246,14 @@ def test_nanochat_of_february_trains_on_every_token(tmp_path: Path) -> None:
     assert config["data"]["train_on"] == "all"
     assert (config["train"]["precision"], config["train"]["epochs"]) == ("fp32", 1.0)
     assert (config["train"]["schedule"]["decay"], config["train"]["schedule"]["warmup"]) == (0.2, 0)
-    assert config["train"]["optimizer"]["lr"] == pytest.approx(0.004 * 0.5)  # × (width/768)^-½ by the optimizer
+    optimizer = config["train"]["optimizer"]
+    assert (optimizer["lr"], optimizer["scale"]) == (0.004, 0.5)  # × (width/768)^-½ by the optimizer
     assert "init_frac" not in config["train"]["schedule"]  # the whole run is scaled
+    assert ("device_type", "TPUs") in notes("nanochat", {"device_type": "xla"})["no equivalent"]
+    assert "run.device" not in settings("nanochat", {"device_type": ""})
+    ((_, convert),) = [note for note in notes("nanochat", {"model_tag": "d4", "model_step": 650})["decide"]
+                       if note[0] == "model_tag"]  # fmt: skip
+    assert "--step 650" in convert
     assert [source["path"] for source in config["data"]["sources"]][-1] == "builtin:spelling-bee"
 
 
@@ -475,6 +494,7 @@ def test_broken_yaml_is_named_with_line_and_column(tmp_path: Path) -> None:
         ("trl", "- a\n- b", "a configuration is a mapping"),
         ("trl", "", "this is empty"),
         ("nanochat", "python -m scripts.base_train --depth=4", "no command line with chat_sft"),
+        ("nanochat", "python -m scripts.chat_sft --device-type=tpu", "is not cuda, cpu, mps or xla"),
         ("nanochat", "python -m scripts.chat_sft --run='x", "not a command line: No closing quotation"),
     ],
 )

@@ -21,6 +21,8 @@ def test_a_training_source_cannot_be_a_validation_source() -> None:
     message = r"validation\.sources\.1: a\.jsonl is a training source too, and both read all records.*\.fraction"
     with pytest.raises(WhetError, match=message):
         load("validation={sources: [{path: b.jsonl}, {path: a.jsonl}]}")
+    with pytest.raises(WhetError, match=r"a\.bin is a training source too"):  # token files may be named without .bin
+        load("sources=[{path: a}]", "validation={sources: [{path: a.bin}]}")
 
 
 @pytest.mark.parametrize(

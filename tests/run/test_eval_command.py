@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from whet.model.config import ModelConfig
+from whet.model.load.tokenizer import load_tokenizer
+
 Json = Callable[..., dict[str, Any]]
 
 
@@ -155,6 +158,35 @@ def test_data_is_read_as_the_run_read_its_own(whet: Any, recipe: str, tmp_path: 
     both = whet("eval", tmp_path / "run", "--data", tmp_path / "other.jsonl", "eval.tokens=300", "eval.rows=1")
     assert both.code == 1
     assert "rows and tokens are alternatives" in both.err
+
+
+def test_texts_are_marked_for_a_run_of_token_files(whet: Any, recipe: str, tmp_path: Path) -> None:
+    """With the same conversations as marked text, the loss is that of the token file; messages are read as such."""
+    chats = [(f"What follows {n}?", f"{n + 1}, of course.") for n in range(40)]
+    text = "<|endoftext|>{}<|endoftext|><|im_start|>{}<|im_start|>"
+    marked, messages = tmp_path / "marked.jsonl", tmp_path / "messages.jsonl"
+    marked.write_text("".join(json.dumps({"text": text.format(*chat)}) + "\n" for chat in chats))
+    turns = [[{"role": role, "content": each} for role, each in zip(("user", "assistant"), chat, strict=True)]
+             for chat in chats]  # fmt: skip
+    messages.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+    markers = "data.markers={user: {text: '<|endoftext|>'}, assistant: {text: '<|im_start|>'}, append_eod: false}"
+    source = f"data.sources=[{{path: {marked}, format: marked}}]"
+    prepared = whet("prepare", recipe, source, markers, "data.validation=null", f"data.store={tmp_path / 'store'}")
+    assert prepared.code == 0, prepared.err
+    for name in ("own.bin", "own.idx", "same.bin", "same.idx"):
+        shutil.copy(tmp_path / f"store/train/tokens{Path(name).suffix}", tmp_path / name)
+    ids = load_tokenizer(ModelConfig(path="builtin:tiny")).convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>"])
+    source = (
+        f"data.sources=[{{path: {tmp_path}/own, mask: {{pairs: [[{ids[0]}, {ids[0]}]], alternating: [{ids[1]}]}}}}]"
+    )
+    run = whet("train", recipe, "train.steps=1", source, markers, "data.validation=null", f"run.dir={tmp_path / 'run'}")
+    assert run.code == 0, run.err
+    losses = []
+    for file in (marked, messages, tmp_path / "same.bin"):
+        ended = whet("eval", tmp_path / "run", "--data", file, "--json", "--no-base")
+        assert ended.code == 0, ended.err
+        losses.append(json.loads(ended.out)["val_loss"])
+    assert losses == [pytest.approx(losses[0])] * 3
 
 
 def test_a_recipe_says_how_a_model_s_data_is_read(whet: Any, evaluated: Json, recipe: str, tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ def demo(
         download_builtin(config.model.path)
         with import_without_gc():
             from whet.run.lifecycle import run_training
-        run_training(read_config(recipe, _precision(folder)).with_folder(folder), resume=True)
+        config = read_config(recipe, _precision(folder)).with_folder(folder)
+        run_training(config, resume=(folder / "config.yaml").exists())
     view = RunView.read(folder)
     page = write_report(folder)
     info(draw_loss_curve(view.losses))

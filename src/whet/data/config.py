@@ -116,9 +116,10 @@ class Source(Section):
         return chosen if limit is None else chosen[:limit]
 
     def identity(self) -> tuple[str, str, str]:
-        """(resolved path, split, subset): equal for two spellings of the same path."""
+        """(resolved path, split, subset): equal for two spellings of the same path, such as a token file with and
+        without its suffix."""
         named = self.path == "-" or self.path.startswith(("builtin:", "hub:", "plugin:"))
-        path = self.path if named else str(resolve_path(user_path(self.path)))
+        path = self.path if named else str(resolve_path(user_path(self.path))).removesuffix(".bin")
         return path, self.split or ("train" if self.is_builtin else ""), self.subset or ""
 
 

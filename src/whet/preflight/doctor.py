@@ -22,7 +22,6 @@ from whet.model.attention.dispatch import choose_backend
 from whet.model.flops import device_peak_flops
 
 _EXTRAS = {
-    "gguf": ("export", "GGUF files: `whet export --to gguf`, builtin:smollm2"),
     "cyllama": ("export", "llama.cpp, which quantizes GGUF files and loads them back"),
     "pyarrow": ("data", "Parquet, Arrow and .zst files"),
     "datasets": ("data", "datasets on the hub, hub:OWNER/NAME"),

@@ -25,7 +25,9 @@ from whet.core.console import set_quiet, silence_libraries, warn
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
 from whet.core.files import resolve_path, user_path
-from whet.data.config import Source
+from whet.data.config import DataConfig, Source
+from whet.data.read.detection import detect_source_format
+from whet.data.read.locate import locate_containers
 from whet.data.render.renderer import Renderer
 from whet.inference.comparison import results_from_json, results_to_json, summarize_scores
 from whet.inference.tasks.load_tasks import load_tasks
@@ -147,7 +149,7 @@ def _evaluation_config(request: EvaluationRequest) -> Config:
         )
     config = read_run_config(path, request.config_overrides())
     if request.data is not None:
-        validation = {"sources": [{"path": request.data, **_common_format(config.data.sources, request.data)}]}
+        validation = {"sources": [{"path": request.data, **_common_format(config.data, request.data)}]}
         data = [f"data.validation={json.dumps(validation)}"]
         config = read_run_config(path, [*data, *request.config_overrides()])
     recorded = read_config(path / "config.yaml", expand="set")
@@ -162,16 +164,34 @@ def _evaluation_config(request: EvaluationRequest) -> Config:
     return config
 
 
-def _common_format(sources: Sequence[Source], path: str) -> dict[str, Any]:
+def _common_format(data: DataConfig, path: str) -> dict[str, Any]:
     """How a run's training data is read, where all its sources agree: a file given to --data is read alike. The loss
-    mask of token files follows rules; all others have a format and names of fields."""
-    is_token_file = path.endswith((".bin", ".idx")) or user_path(f"{path}.bin").is_file()
-    found = {}
-    for key in ("mask",) if is_token_file else ("format", "fields"):
+    mask of token files follows rules; all others have a format and names of fields. Texts given to a run of token
+    files are marked if its recipe has markers."""
+    is_token_file, found = _is_token_file(path), dict[str, Any]()
+    sources = [each for each in data.sources if _is_token_file(each.path, each.format) == is_token_file]
+    if not sources:
+        return {"format": "marked"} if data.markers is not None and not is_token_file and _is_text(path) else {}
+    for key in ("format", "mask") if is_token_file else ("format", "fields"):
         first, *others = (source.model_dump(mode="json")[key] for source in sources)
         if first not in (None, "auto") and all(other == first for other in others):
             found[key] = first
     return found
+
+
+def _is_token_file(path: str, format_: str = "auto") -> bool:
+    folder = user_path(path)
+    named = path.endswith((".bin", ".idx")) or user_path(f"{path}.bin").is_file()
+    return format_ == "tokens" or named or (folder.is_dir() and any(folder.glob("*.bin")))
+
+
+def _is_text(path: str) -> bool:
+    """Whether no format of conversations is recognised."""
+    source = Source(path=path)
+    try:
+        return detect_source_format(locate_containers(source), source).format == "text"
+    except WhetError:
+        return True
 
 
 def _other_task_results(request: EvaluationRequest, config: Config, ranks: Ranks) -> list[TaskResult]:

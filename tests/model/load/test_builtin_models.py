@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from transformers.utils import logging as transformers_logging
 
 from small_models import smollm2_folder
 from whet.core.errors import WhetError
@@ -38,8 +39,12 @@ def test_tiny_has_less_than_a_million_parameters() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
 
 
-def test_tiny_is_the_same_wherever_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_is_the_same_wherever_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And it is made without transformers' progress bar, which `whet init` showed."""
     made = builtin_folder("builtin:tiny")
+    transformers_logging.enable_progress_bar()
     monkeypatch.setenv("WHET_CACHE", str(tmp_path))
     torch.manual_seed(7)  # whatever was drawn before
     again = builtin_folder("builtin:tiny")
@@ -47,6 +52,7 @@ def test_tiny_is_the_same_wherever_it_is_made(tmp_path: Path, monkeypatch: pytes
     assert {file.name: hash_file(file) for file in made.iterdir()} == {
         file.name: hash_file(file) for file in again.iterdir()
     }
+    assert "Writing" not in capfd.readouterr().err
 
 
 def test_a_failed_build_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ def _print_notes(draft: Draft, kind: Kind, file: Path, missing: list[str], out: 
             for note in found:
                 console.info(f"- {describe(note)}")
     if missing:
-        console.warn(f"{', '.join(missing)} are not in {file}: set them in the recipe or on the command line")
+        console.warn(f"not in {file}: {', '.join(missing)}. Add to the recipe, or set on the command line")
     if kind.partial and draft.target is None:
         console.warn(f"a file of {kind.tool} is a part of a configuration: --onto RECIPE adds it to a recipe")
     if out is not None:

@@ -95,19 +95,15 @@ def put_batch(draft: Draft) -> None:
 def put_optimizer(draft: Draft) -> None:
     """Muon and AdamW with four rates, all scaled by --init-lr-frac for the whole run. The flavour scales those of
     embedding and head by the width, as nanochat does."""
-    start = draft.number("init_lr_frac")
-    start = start if start is not None else 1.0 if _is_early(draft) else 0.8
-    head, embedding, matrix = (draft.number(key) or 0 for key in ("unembedding_lr", "embedding_lr", "matrix_lr"))
     draft.put("train.optimizer.name", "muon")
     draft.put("train.optimizer.flavour", "nanochat")
-    for name, rate, key in (("lr", head, "unembedding_lr"), ("embedding_lr", embedding, "embedding_lr"),
-                            ("matrix_lr", matrix, "matrix_lr")):  # fmt: skip
-        draft.put(f"train.optimizer.{name}", fraction_free(rate * start), key, "init_lr_frac", why=f"{rate} × {start}")
-    draft.put("train.optimizer.scalar_lr", fraction_free(_SCALAR_LR * start), "init_lr_frac",
-              why=f"{_SCALAR_LR} × {start}, for x0_lambdas; resid_lambdas get a hundredth")  # fmt: skip
-    if draft.has("init_lr_frac"):
+    for name, key in (("lr", "unembedding_lr"), ("embedding_lr", "embedding_lr"), ("matrix_lr", "matrix_lr")):
+        draft.put(f"train.optimizer.{name}", draft.number(key) or 0.0, key)
+    draft.put("train.optimizer.scalar_lr", _SCALAR_LR, why="for x0_lambdas; resid_lambdas get a hundredth")
+    early, scale = _is_early(draft), draft.number("init_lr_frac")
+    if scale is not None:
         draft.note("different", "init_lr_frac", "scales the rate of the whole run, not of its start")
-    early = _is_early(draft)
+    draft.put("train.optimizer.scale", scale if scale is not None else 1.0 if early else 0.8, "init_lr_frac")
     draft.put("train.optimizer.betas", [0.8, 0.95 if early else 0.96], why="of the head")
     draft.put("train.optimizer.eps", 1e-10)
     decay = draft.number("weight_decay") or 0.0
@@ -119,11 +115,6 @@ def put_optimizer(draft: Draft) -> None:
         draft.note("no equivalent", "load_optimizer", "continues the optimizer of pre-training; whet starts afresh")
     else:
         draft.use("load_optimizer")
-
-
-def fraction_free(value: float) -> float:
-    """A rate without the noise of its computation."""
-    return float(f"{value:.6g}")
 
 
 def put_schedule(draft: Draft) -> None:
@@ -147,8 +138,7 @@ def put_schedule(draft: Draft) -> None:
     if (every := draft.integer("eval_every")) and every > 0:
         draft.put("eval.every", every, "eval_every")
     if (tokens := draft.integer("eval_tokens")) and tokens > 0:
-        length = draft.integer("max_seq_len") or 2048
-        draft.put("eval.rows", max(tokens // length, 1), "eval_tokens", why=f"{tokens} tokens in rows of {length}")
+        draft.put("eval.tokens", tokens, "eval_tokens")
 
 
 _TASKS: dict[str, dict[str, Any]] = {
@@ -187,13 +177,18 @@ def put_data(draft: Draft) -> None:
     draft.put("run.seed", 42, why="of the mixture")
     if draft.has("run") and draft.text("run") != "dummy":
         draft.put("run.name", draft.text("run"), "run")
-    if draft.text("device_type") == "xla":
+        draft.put("track", ["wandb"], "run")
+    if (device := draft.text("device_type")) == "xla":
         draft.note("no equivalent", "device_type", "TPUs")
+    elif device in ("cuda", "cpu", "mps"):
+        draft.put("run.device", device, "device_type")
+    elif device:
+        raise draft.fail("device_type", "is not cuda, cpu, mps or xla")
     if tag := draft.text("model_tag"):
         draft.put("model.path", f"base_checkpoints/{tag}", "model_tag")
-        step = f" (step {draft.integer('model_step')})" if draft.has("model_step") else ""
-        draft.note("decide", "model_tag", f"a checkpoint of nanochat{step}: convert it (whet import checkpoint "
-                   "nanochat DIR --out MODEL) and set model.path=MODEL")  # fmt: skip
+        step = f" --step {draft.integer('model_step')}" if draft.has("model_step") else ""
+        draft.note("decide", "model_tag", "a checkpoint of nanochat: convert it (whet import checkpoint nanochat DIR "
+                   f"--out MODEL{step}) and set model.path=MODEL")  # fmt: skip
         draft.use("model_step")
 
 

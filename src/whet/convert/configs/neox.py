@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from whet.convert.configs import deepspeed
 from whet.convert.configs.draft import Draft, is_off
 from whet.convert.configs.rules import fraction, put_sharding
@@ -21,15 +23,14 @@ _ROWS: Rows = {
         "min_lr lr_decay_style lr_decay_iters lr_decay_fraction warmup gradient_clipping clip_grad zero_stage "
         "pack_impl seq_length train_data_paths valid_data_paths test_data_paths train_data_weights valid_data_weights "
         "data_path split loss_mask_pairs loss_mask_individual loss_mask_alternating_individual eod_mask_loss "
-        "train_label_data_paths valid_label_data_paths test_label_data_paths finetune load no_save_optim vocab_file "
-        "checkpoint_factor checkpoint_scale keep_last_n_checkpoints eval_interval checkpoint_activations train_impl "
-        "dataset_impl scheduler soft_prompt_tuning checkpoint_in_cpu use_bnb_optimizer"
+        "train_label_data_paths valid_label_data_paths test_label_data_paths finetune load save no_save_optim "
+        "vocab_file checkpoint_factor checkpoint_scale keep_last_n_checkpoints eval_interval checkpoint_activations "
+        "train_impl dataset_impl scheduler soft_prompt_tuning checkpoint_in_cpu use_bnb_optimizer"
     ),
     **not_needed("enabled counts", "fp16.fp16 fp16.type bf16.bf16 bf16.loss_scale bf16.loss_scale_window "
                  "bf16.initial_scale_power bf16.hysteresis bf16.min_loss_scale"),
     **same_as(batch_size="train_micro_batch_size_per_gpu"),
     **copied("integer", seed="run.seed", iteration_offset="train.step_offset"),
-    **copied("text", save="run.dir"),
     **copied("number", z_loss="train.z_loss"),
     **no_equivalent("remote checkpoint storage: whet keeps checkpoints in the run folder", "s3_path s3_chunk_size"),
     **no_equivalent("dropout of the model: whet trains without", "attention_dropout hidden_dropout"),
@@ -349,6 +350,11 @@ def put_model(draft: Draft) -> None:
         draft.put("model.path", draft.text("load"), "load")
         draft.note("decide", "load", "a checkpoint of NeoX: convert it (whet import checkpoint neox "
                    f"{draft.text('load')} --out MODEL) and set model.path=MODEL")  # fmt: skip
+    if (folder := draft.text("save")) is not None and Path(folder) == Path(draft.text("load") or ""):
+        draft.note("decide", "save", "holds the checkpoint to start from, too, and a run needs a folder of its own: "
+                   "set run.dir")  # fmt: skip
+    elif folder is not None:
+        draft.put("run.dir", folder, "save")
     if draft.has("finetune") and not draft.flag("finetune"):
         draft.note(
             "no equivalent", "finetune", "off resumes optimizer and step of a NeoX run; whet starts from its weights"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.compat.transformers_private import share_gguf_reads
-from whet.core.console import info
+from whet.core.console import info, silence_libraries
 from whet.core.errors import WhetError, first_line, os_error
 from whet.core.files import atomic_dir, cache_dir, file_lock, require_disk_space
 
@@ -47,6 +47,7 @@ def builtin_folder(name: str) -> Path:
     try:
         with file_lock(folder.with_suffix(".lock")):
             if not _is_built(folder):
+                silence_libraries()
                 with atomic_dir(folder) as temporary:
                     build(temporary)
     except Exception as error:
@@ -77,16 +78,11 @@ def _build_smollm2(folder: Path) -> None:
             _download_smollm2(folder)
             return
         info("converting SmolLM2-135M-Instruct (once)")
+        import gguf as gguf_package
         import torch
         from tokenizers import decoders, pre_tokenizers
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        try:
-            import gguf as gguf_package
-        except ImportError:
-            raise WhetError(
-                "model.path: builtin:smollm2 is a GGUF file, which needs the gguf package: pip install gguf"
-            ) from None
         where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         with share_gguf_reads(), contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar of transformers
             read = AutoModelForCausalLM.from_pretrained(**where)
