@@ -138,7 +138,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     ),
     "an adapter beside the model": (
         lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
-        r"a model with an adapter, not a whole model.*remove adapter_config\.json",
+        r"an adapter beside its weights.*Remove adapter_config\.json",
     ),
     "GPTQ": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4}),

@@ -27,12 +27,15 @@ def locate_model(path: str) -> str:
         return str(builtin_folder(path))
     folder = local_path(path)
     if folder.is_dir():
-        if (folder / "adapter_config.json").exists():  # transformers would load it, too
-            has_weights = any(True for name in _WEIGHT_FILES for _ in folder.glob(name))
+        if (folder / "adapter_config.json").exists():
+            if any(True for name in _WEIGHT_FILES for _ in folder.glob(name)):
+                raise WhetError(
+                    f"model.path: {path}: the folder has an adapter beside its weights, and transformers would load "
+                    "both. Remove adapter_config.json to use the model without it, or merge them: whet merge"
+                )
             raise WhetError(
-                f"model.path: {path}: this is {'a model with ' if has_weights else ''}an adapter, not a whole model. "
-                "Give a merged one: whet export RUN --to merged, or whet merge"
-                + ("; or remove adapter_config.json, to use the model without it" if has_weights else "")
+                f"model.path: {path}: this is an adapter, not a whole model. Give a merged one: whet export RUN "
+                "--to merged, or whet merge"
             )
         if not (folder / "config.json").exists():
             if (folder / "config.yaml").exists():
