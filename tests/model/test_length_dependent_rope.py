@@ -12,7 +12,7 @@ from torch import nn
 from whet.core.errors import WhetError
 from whet.model import attention
 from whet.model.loss.loss_model import LossModel
-from whet.model.packing_check import choose_packing
+from whet.model.packing_check import LengthDependentRope, choose_packing, length_dependent_rope
 
 _LONG = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
@@ -84,3 +84,15 @@ def test_dynamic_rope_is_an_error_even_unpacked(make_model: Callable[..., nn.Mod
     model = make_model("Llama", rope_parameters=_DYNAMIC, max_position_embeddings=32)
     with pytest.raises(WhetError, match="would not be reproducible"):
         choose_packing(LossModel(model), 64, longest=33)
+
+
+@pytest.mark.parametrize("first", [16, 64])
+def test_dynamic_rope_depends_on_max_position_embeddings_alone(
+    make_model: Callable[..., nn.Module], first: int
+) -> None:
+    """transformers reads no original_max_position_embeddings there: 64 would hide that 33 tokens are too many, and 16
+    would refuse 32."""
+    rope = _DYNAMIC | {"original_max_position_embeddings": first}
+    model = make_model("Llama", rope_parameters=rope, max_position_embeddings=32)
+    assert length_dependent_rope(model, 32) is None
+    assert length_dependent_rope(model, 33) == LengthDependentRope("dynamic", 32)

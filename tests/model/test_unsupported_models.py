@@ -6,19 +6,24 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from tiny_architectures import VOCABULARY, tiny_model
+from whet.compat.transformers_private import to_checkpoint_tensors
 from whet.core.errors import WhetError
 from whet.model import attention
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
-from whet.model.load.pretrained import load_model
+from whet.model.load.pretrained import load_model, require_unquantized
+from whet.model.load.tokenizer import stop_ids
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import KeepFloat64
 from whet.model.packing_check import choose_packing
@@ -98,3 +103,107 @@ def test_weights_that_do_not_fit_the_config_are_an_error(folder: Path, change: d
     (folder / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(WhetError, match=r"model\.path"):
         load_model(ModelConfig(path=str(folder)), "auto")
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_weights(folder: Path, **changes: Tensor) -> None:
+    weights = load_file(folder / "model.safetensors") | {name.replace("__", "."): t for name, t in changes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+_LAYER = "model__layers__0__self_attn__q_proj__"
+_LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12345\n"
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "a weight of another shape": (
+        lambda folder: edit_weights(folder, **{f"{_LAYER}weight": torch.ones(56, 64)}),
+        r"layers\.0\.self_attn\.q_proj\.weight has the shape \[56, 64\] in the weight files and \[64, 64\] by config",
+    ),
+    "a bias that the config denies": (
+        lambda folder: edit_weights(folder, **{f"{_LAYER}bias": torch.ones(64)}),
+        r"layers have no such weights as are in the files \(model\.layers\.0\.self_attn\.q_proj\.bias\)",
+    ),
+    "a classifier": (
+        lambda folder: edit_config(folder, architectures=["LlamaForSequenceClassification"]),
+        "LlamaForSequenceClassification, which predicts no next token",
+    ),
+    "an encoder-decoder": (
+        lambda folder: edit_config(
+            folder, architectures=["BartForConditionalGeneration"], model_type="bart", is_encoder_decoder=True
+        ),
+        r"an encoder-decoder model \(BartForConditionalGeneration\)",
+    ),
+    "an adapter beside the model": (
+        lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
+        r"an adapter beside its weights.*Remove adapter_config\.json",
+    ),
+    "GPTQ": (
+        lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4}),
+        r"its weights are quantized \(gptq\).*Use the model that they were quantized from",
+    ),
+    "a pointer of Git LFS": (
+        lambda folder: (folder / "model.safetensors").write_text(_LFS),
+        r"model\.safetensors: a pointer of Git LFS.*git lfs pull",
+    ),
+    "a web page": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "old") and (folder / "pytorch_model.bin")
+        .write_text("<!DOCTYPE html><html>Not found"),
+        r"pytorch_model\.bin: a web page.*Download the file again",
+    ),
+    "a config of no heads": (
+        lambda folder: edit_config(folder, num_attention_heads=0), r"the config\.json of .*integer modulo by zero"
+    ),
+    "a config of two lines of error": (
+        lambda folder: edit_config(folder, num_attention_heads="4"), "num_attention_heads.*expected int, got str"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_folder_that_would_become_another_model_is_an_error(folder: Path, damage: str) -> None:
+    change, message = DAMAGES[damage]
+    (folder / "certificate.json").unlink(missing_ok=True)
+    change(folder)
+    with pytest.raises(WhetError, match=rf"model\.path: .*{message}"):
+        load_model(ModelConfig(path=str(folder)), "auto")
+
+
+def test_weights_that_the_model_has_no_place_for_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_config(folder, num_hidden_layers=1)
+    load_model(ModelConfig(path=str(folder)), "auto")
+    assert (
+        "9 weights of the files are not part of LlamaForCausalLM by config.json and are left" in capsys.readouterr().err
+    )
+
+
+def test_a_stop_token_that_is_no_number_is_an_error(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(WhetError, match=r"eos_token_id in generation_config\.json is 'x'"):
+        stop_ids(ModelConfig(path=str(folder)))
+
+
+def test_weights_in_fp8_are_dequantized_and_written_without_their_scales(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "llama", hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=VOCABULARY,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    values = torch.full((128, 128), 2.0)
+    edit_weights(tmp_path, **{name: values.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.full((1, 1), 0.25)})
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    edit_config(tmp_path, quantization_config=method)
+    model = load_model(ModelConfig(path=str(tmp_path)), torch.float32)
+    require_unquantized(model, "")
+    weight = model.get_parameter(name)
+    assert torch.equal(weight, values / 4)
+    assert list(to_checkpoint_tensors(model, name, weight)) == [name]
+
+
+def test_weights_that_stay_quantized_are_an_error() -> None:
+    model = SimpleNamespace(hf_quantizer=SimpleNamespace(quantization_config=BitsAndBytesConfig(load_in_4bit=True)))
+    with pytest.raises(WhetError, match=r"my-4bit: its weights are quantized \(bitsandbytes\)"):
+        require_unquantized(model, "my-4bit")

@@ -66,6 +66,13 @@ def to_checkpoint_tensors(model: nn.Module, name: str, tensor: Tensor) -> dict[s
     return dict(revert_weight_conversion(model, {name: tensor})) if _has_conversions[model] else {name: tensor}
 
 
+def forget_dequantization_(model: nn.Module) -> None:
+    """`PreTrainedModel._weight_conversions`: after dequantization at loading, they would write scales beside weights.
+    Without them, the model's files are those of any model of its class."""
+    if getattr(model, "hf_quantizer", None) is None:
+        vars(model).pop("_weight_conversions", None)
+
+
 _has_conversions: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Whether the files of a model hold its weights otherwise than its memory: then `revert_weight_conversion` returns
 another dict than it was given."""

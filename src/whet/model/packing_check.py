@@ -48,6 +48,8 @@ def length_dependent_rope(model: nn.Module, longest: int) -> LengthDependentRope
         first = settings.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
+        if kind == "dynamic":
+            first = None  # transformers reads max_position_embeddings alone
         if kind in ("dynamic", "longrope") and longest > (switch := first or config.max_position_embeddings):
             return LengthDependentRope(kind, switch)
     return None

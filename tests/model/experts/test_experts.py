@@ -17,6 +17,7 @@ from whet.model.experts.install import install_experts
 from whet.model.experts.operators import ExpertsShape, ExpertsWeights, LoraPair, experts
 from whet.model.experts.steps import register_activation, sort_by_expert
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
+from whet.model.modules import KeepFloat64
 
 TOKENS, CHOICES, EXPERTS, HIDDEN, INTERMEDIATE = 23, 3, 6, 10, 7
 
@@ -32,6 +33,13 @@ class PlainExperts(nn.Module):
     def _apply_gate(self, row: Tensor) -> Tensor:
         gate, up = (row[..., ::2], row[..., 1::2]) if self.interleaved else row.chunk(2, dim=-1)
         return self.act_fn(gate) * up
+
+
+class ExpertsInFp32(PlainExperts):
+    """Whose activation is computed in fp32, as Beam's."""
+
+    def _apply_gate(self, row: Tensor) -> Tensor:
+        return super()._apply_gate(row.float()).to(row.dtype)
 
 
 class Case:
@@ -119,6 +127,17 @@ def test_values_and_gradients_are_those_of_a_naive_loop(layout: dict[str, Any]) 
     own, theirs = (torch.autograd.grad(y, case.leaves, upstream) for y in (found, expected))
     for mine, other in zip(own, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-11)
+
+
+def test_an_activation_that_goes_through_fp32_stays_in_fp64() -> None:
+    """The KeepFloat64 of the whole pass has no effect inside an operator."""
+    case = Case()
+    case.module = ExpertsInFp32(has_gate=True, interleaved=False)
+    with KeepFloat64():
+        found, expected = case.computed(), case.by_loop()
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        own, theirs = (torch.autograd.grad(y.sum(), case.up)[0] for y in (found, expected))
+    torch.testing.assert_close(own, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_rows_do_not_influence_each_other() -> None:

@@ -23,6 +23,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("Llama", {"tie_word_embeddings": True}),
     "scaled": ("Cohere", {"logit_scale": 0.0625}),
     "divided": ("Granite", {"logits_scaling": 4.0}),
+    "multiplied by the same name": ("HyperCLOVAX", {"logits_scaling": 4.0}),
     "biased": ("Phi", {}),
     "capped": (
         "Gemma3Text",  # Gemma 2 takes its softmax in fp32

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.compat.torch_private import autograd_inside_operator, copy_module_without_weights, grouped_mm
+from whet.model.modules import KeepFloat64
 
 # The activation between up and down: the function of each experts class, and whether the kernels support it.
 
@@ -53,6 +54,10 @@ class Activation:
     """[S, U] → [S, F]"""
     gated_silu: GatedSilu | None
     """The same as numbers, which is what kernels take; None for other functions."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        with KeepFloat64():  # that of the whole pass does not reach into an operator
+            return self.function(rows)
 
 
 # An operator takes no Python function, so it gets the activation's number. Layers whose modules have the same class and
@@ -184,7 +189,7 @@ def activate(
     up0: Tensor, xa: Tensor | None, up_b: Tensor | None, down_a: Tensor | None, rows: SortedRows, activation: Activation
 ) -> tuple[Tensor, Tensor | None]:
     """h [S, F] from up0 [S, U], which is without its adapter, and its product with the A of the next layer."""
-    h = activation.function(_with_adapter(up0, xa, up_b, rows)).to(up0.dtype)
+    h = activation(_with_adapter(up0, xa, up_b, rows)).to(up0.dtype)
     return h, None if down_a is None else grouped_product(h, down_a.transpose(1, 2), rows.ends)
 
 
@@ -216,7 +221,7 @@ def activate_backward(
         d_h = d_h + grouped_product(d_ha, down_a, rows.ends)
     with autograd_inside_operator():
         before = _with_adapter(up0, xa, up_b, rows).detach().requires_grad_()
-        h = activation.function(before)
+        h = activation(before)
         (d_up,) = torch.autograd.grad(h, before, (d_h * weight[:, None]).to(h.dtype))
     h, d_up, weight = h.detach().to(dtype), d_up.to(dtype), weight[:, None]
     return ActivationGradients(

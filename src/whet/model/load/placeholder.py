@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from whet.core.errors import WhetError
 from whet.core.files import read_json
 from whet.model.config import ModelConfig
-from whet.model.load.pretrained import auto_class, load_model, prepare_float64_, train_pad_row_
+from whet.model.load.pretrained import (
+    auto_class,
+    load_model,
+    prepare_float64_,
+    require_language_model,
+    train_pad_row_,
+)
 from whet.model.load.random_models import is_random_model, random_model_config
 from whet.model.load.weight_files import (
     load_error,
@@ -145,6 +151,7 @@ def build_meta_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
             place = reach_model(config.path)
             register_model_code(place)
             shape = AutoConfig.from_pretrained(place, revision=config.revision, trust_remote_code=False)
+            require_language_model(shape)
         with init_empty_weights(include_buffers=False):
             model: Any = auto_class(shape).from_config(shape, dtype=dtype, trust_remote_code=False)
     except WhetError:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from whet.core.console import loading
+from whet.compat.transformers_private import forget_dequantization_
+from whet.core.console import loading, warn
 from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
 from whet.model.load.random_models import is_random_model, random_model_config
@@ -18,6 +19,7 @@ from whet.model.load.tokenizer import load_tokenizer
 from whet.model.load.weight_files import (
     load_error,
     local_model_folder,
+    quantized_weights,
     reach_model,
     register_model_code,
     require_certified_files,
@@ -60,7 +62,35 @@ def load_with_transformers(place: str | Path, **options: Any) -> Any:
 
     register_model_code(place)
     own = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
-    return auto_class(AutoConfig.from_pretrained(place, **own)).from_pretrained(place, **options)
+    config = AutoConfig.from_pretrained(place, **own)
+    require_language_model(config)
+    loaded = auto_class(config).from_pretrained(place, **options)
+    if getattr(config, "quantization_config", None) is not None:
+        forget_dequantization_(loaded[0] if isinstance(loaded, tuple) else loaded)
+    return loaded
+
+
+_OTHER_HEADS = (
+    "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForMaskedLM",
+    "RewardModel",
+)  # fmt: skip
+
+
+def require_language_model(config: Any) -> None:
+    """Raise a WhetError for a checkpoint of another kind, of whose weights transformers would take what fits: a
+    classifier with tied embeddings becomes a language model, and an encoder-decoder loses its encoder."""
+    saved = [str(name) for name in getattr(config, "architectures", None) or []]
+    other = next((name for name in saved if name.endswith(_OTHER_HEADS)), None)
+    if other is not None:
+        raise WhetError(
+            f"model.path: config.json says that this is a {other}, which predicts no next token, so it cannot answer. "
+            "Use a causal language model (…ForCausalLM)"
+        )
+    if saved and getattr(config, "is_encoder_decoder", False) and not any("CausalLM" in name for name in saved):
+        raise WhetError(
+            f"model.path: this is an encoder-decoder model ({saved[0]}), and whet trains decoders alone. Use a causal "
+            "language model (…ForCausalLM)"
+        )
 
 
 @contextlib.contextmanager
@@ -92,18 +122,54 @@ def _load_pretrained(config: ModelConfig, dtype: torch.dtype | str, device: torc
             model, found = load_with_transformers(
                 place, revision=config.revision, trust_remote_code=config.trust_remote_code,
                 dtype=dtype, output_loading_info=True, device_map=None if device is None else {"": device},
+                ignore_mismatched_sizes=True,  # reported below, by name
             )  # fmt: skip
-    except torch.OutOfMemoryError:
+    except (WhetError, torch.OutOfMemoryError):
         raise  # nothing is wrong with the files
     except Exception as error:  # a damaged or forged file can raise almost anything
         raise load_error(config.path, "model", error) from None
+    _require_matching_weights(model, found, config.path)
+    return model
+
+
+def _require_matching_weights(model: nn.Module, found: dict[str, Any], path: str) -> None:
+    """Compare the names and shapes of a model's weights with those in its files."""
+    for name, in_file, in_model in sorted(found["mismatched_keys"]):
+        raise WhetError(
+            f"model.path: {path}: {name} has the shape {list(in_file)} in the weight files and {list(in_model)} by "
+            "config.json. Check that they belong together"
+        )
     missing = sorted(found["missing_keys"])
     if missing:
         raise WhetError(
-            f"model.path: {config.path}: {len(missing)} weights are missing ({', '.join(missing[:3])} …) and would be "
+            f"model.path: {path}: {len(missing)} weights are missing ({', '.join(missing[:3])} …) and would be "
             "initialised at random. Check that config.json belongs to the weight files and that all were copied"
         )
-    return model
+    modules = dict(model.named_modules())
+    extra = sorted(found["unexpected_keys"])
+    owned = [name for name in extra if _has_weights(modules.get(name.rpartition(".")[0]))]
+    if owned:  # such as a bias: the model would compute otherwise than the one that was saved
+        raise WhetError(
+            f"model.path: {path}: by config.json, layers have no such weights as are in the files "
+            f"({', '.join(owned[:3])}{' …' if len(owned) > 3 else ''}). Check that they belong together"
+        )
+    if extra:
+        warn(
+            f"model.path: {path}: {len(extra)} weights of the files are not part of {type(model).__name__} by "
+            f"config.json and are left out ({', '.join(extra[:3])}{' …' if len(extra) > 3 else ''})"
+        )
+
+
+def require_unquantized(model: Any, path: str) -> None:
+    """Raise a WhetError for weights that transformers holds in a quantized form. Those in fp8 and MXFP4 it dequantizes
+    where it has no kernels for them."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        method = model.hf_quantizer.quantization_config.quant_method
+        raise quantized_weights(path, str(getattr(method, "value", method)))
+
+
+def _has_weights(module: nn.Module | None) -> bool:
+    return module is not None and any(True for _ in module.parameters(recurse=False))
 
 
 def _init_random_model(config: ModelConfig, dtype: torch.dtype | str, device: torch.device) -> nn.Module:

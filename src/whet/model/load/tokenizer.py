@@ -119,7 +119,14 @@ def _read_generation_config(config: ModelConfig) -> GenerationConfig | None:
         return None
     place = locate_tokenizer(config)
     try:
-        return GenerationConfig.from_pretrained(place, revision=config.revision)
+        found = GenerationConfig.from_pretrained(place, revision=config.revision)
+        ids = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
+        if not all(number is None or isinstance(number, int) for number in ids):
+            raise WhetError(
+                f"model.path: {config.path}: eos_token_id in generation_config.json is {found.eos_token_id!r}. It must "
+                "be the number of a token, or a list of them"
+            )
+        return found
     except OSError as error:  # transformers raises it for a missing file, and for one that is not JSON
         if (known := os_error(error, "reading generation_config.json", place)) is not None:
             raise known from None

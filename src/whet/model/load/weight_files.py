@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from whet.core import launch_env
 from whet.core.checksums import read_hashed_json
-from whet.core.errors import WhetError, first_line, os_error, refused_pickle
+from whet.core.errors import WhetError, describe_error, first_line, os_error, refused_pickle
 from whet.core.files import atomic_write, cache_dir, hash_file, hash_json, read_json, resolve_path, user_path
 from whet.core.hub import is_hub_name, reach_hub
 from whet.core.run_folder import suggest_runs
@@ -26,12 +27,17 @@ def locate_model(path: str) -> str:
         return str(builtin_folder(path))
     folder = local_path(path)
     if folder.is_dir():
-        if not (folder / "config.json").exists():
-            if (folder / "adapter_config.json").exists():
+        if (folder / "adapter_config.json").exists():
+            if any(True for name in _WEIGHT_FILES for _ in folder.glob(name)):
                 raise WhetError(
-                    f"model.path: {path}: this is an adapter, not a whole model. Give a merged one: whet export RUN "
-                    "--to merged, or whet merge"
+                    f"model.path: {path}: the folder has an adapter beside its weights, and transformers would load "
+                    "both. Remove adapter_config.json to use the model without it, or merge them: whet merge"
                 )
+            raise WhetError(
+                f"model.path: {path}: this is an adapter, not a whole model. Give a merged one: whet export RUN "
+                "--to merged, or whet merge"
+            )
+        if not (folder / "config.json").exists():
             if (folder / "config.yaml").exists():
                 raise WhetError(f"model.path: {path}: this is a run folder. Give its export: {path}/exports/merged")
             if file := next(iter(sorted(folder.glob("*.gguf"))), None):
@@ -51,6 +57,8 @@ def locate_model(path: str) -> str:
         )
     return path
 
+
+_WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")
 
 NANOCHAT_MODEL_TYPE = "whet-nanochat"
 """model_type in config.json of nanochat's models that transformers has no class for."""
@@ -96,6 +104,9 @@ def require_no_typo(reference: str) -> None:
 
 
 def load_error(path: str, what: str, error: Exception) -> WhetError:
+    """The WhetError for an exception of transformers."""
+    if found := _undownloaded_file(local_path(path)):
+        return WhetError(f"model.path: {found}")
     if refused := refused_pickle(error):
         return WhetError(
             f"model.path: the {what} of {path} {refused}. Use a model with .safetensors files; on a machine where you "
@@ -106,9 +117,60 @@ def load_error(path: str, what: str, error: Exception) -> WhetError:
             f"model.path: the {what} of {path} comes with Python code, and whet runs none. If you have read and trust "
             "it: model.trust_remote_code=true"
         )
+    is_plain = isinstance(error, OSError | ValueError | RuntimeError | ImportError)
+    reason = first_line(error) if is_plain else describe_error(error)
+    method = _quantization_method(local_path(path)) if what == "model" else None
+    if method is not None:
+        return quantized_weights(path, method, f"; loading them failed: {reason.rstrip('.')}")
+    if what != "generation settings" and not _loads_config(path):
+        what, reason = "config.json", f"{reason.rstrip('.')}. Correct it, or copy it again"
+    if type(error).__name__ == "SafetensorError" or "PytorchStreamReader" in reason:
+        reason = f"{reason.split('.')[0]}. A file is incomplete or damaged: copy it again"
     return os_error(error, f"loading the {what}", path) or WhetError(
-        f"model.path: the {what} of {path} cannot be loaded: {first_line(error)}"
+        f"model.path: the {what} of {path} cannot be loaded: {reason}"
     )
+
+
+def _loads_config(path: str) -> bool:
+    """Whether the configuration is in order, on which transformers reads everything else."""
+    from transformers import AutoConfig
+
+    folder = local_path(path)
+    try:
+        if (folder / "config.json").is_file():
+            AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # of many kinds
+        return any(word in str(error) for word in ("model_type", "model type", "trust_remote_code"))  # an unknown kind
+    return True
+
+
+def quantized_weights(path: str, method: str, failure: str = "") -> WhetError:
+    """The WhetError for quantized weights."""
+    return WhetError(
+        f"model.path: {path}: its weights are quantized ({method}), and whet trains weights that are not{failure}. Use "
+        "the model that they were quantized from; with an adapter, quantize: nf4 holds its weights in 4 bits, too"
+    )
+
+
+def _quantization_method(folder: Path) -> str | None:
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+        return str(settings["quant_method"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _undownloaded_file(folder: Path) -> str | None:
+    """What a file of a model folder holds in its place, such as a web page."""
+    for file in sorted(folder.glob("*")):
+        if file.suffix in (".json", ".safetensors", ".bin", ".model") and file.is_file():
+            with contextlib.suppress(OSError), file.open("rb") as opened:
+                begin = opened.read(64).lstrip().lower()
+                if begin.startswith(b"version https://git-lfs"):
+                    return f"{file}: a pointer of Git LFS, not the file itself. Fetch it: git lfs pull"
+                if begin.startswith((b"<html", b"<!doctype")):
+                    return f"{file}: a web page, as of a failed download. Download the file again"
+    return None
 
 
 def require_files_inside(path: str) -> None:

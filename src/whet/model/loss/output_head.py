@@ -13,6 +13,7 @@ from whet.core.errors import WhetError
 
 _LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")  # Cohere; Falcon H1
 _LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite; Inkling
+_MULTIPLIES = ("hyperclovax",)  # by logits_scaling, by which Granite divides
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma; RecurrentGemma; xLSTM
 
 
@@ -42,7 +43,8 @@ def read_output_head(model: nn.Module) -> OutputHead:
     for name in _LOGIT_MULTIPLIERS:
         scale *= getattr(config, name, None) or 1.0
     for name in _LOGIT_DIVISORS:
-        scale /= getattr(config, name, None) or 1.0
+        value = getattr(config, name, None) or 1.0
+        scale = scale * value if config.model_type in _MULTIPLIES else scale / value
     caps = (getattr(config, name, None) for name in _LOGIT_CAPS)
     return OutputHead(weight, bias, scale, next((cap for cap in caps if cap is not None), None))
 

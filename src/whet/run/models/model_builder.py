@@ -30,7 +30,7 @@ from whet.model.load.placeholder import (
     load_placeholder_model,
     move_real_tensors_,
 )
-from whet.model.load.pretrained import load_model, trainable_token_ids
+from whet.model.load.pretrained import load_model, require_unquantized, trainable_token_ids
 from whet.model.load.random_models import is_random_model
 from whet.model.lora.fuse import fuse_lora_
 from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
@@ -147,6 +147,7 @@ def build_model(
     """The model with its adapter and attention backend on its device; `loaded` returns a model that is loaded already,
     `typical` is the typical document length."""
     model = loaded() if loaded else load_model(config.model, precision.weights, weights_device(config, device))
+    require_unquantized(model, config.model.path)
     room = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocabulary > room:
         raise VocabularyError(
