@@ -167,6 +167,18 @@ def test_a_turn_that_begins_with_another_marker_than_the_prefill_is_learned_from
     assert learned(tokenizer, *TURNS[:2]) == "<|START_TEXT|>Yes<|im_end|>"
 
 
+def test_the_marker_that_closes_reasoning_does_not_end_the_turn() -> None:
+    template = CHATML_TEMPLATE.replace(
+        "m['content'] + '<|im_end|>'",
+        "('<think>' + m.thinking + '</think>' if m.thinking else '') + (m.content + '<|im_end|>' if m.content else '')",
+    )
+    tokenizer = tokenizer_with(template, "<think>", "</think>")
+    question, thought = Message("user", "Hi"), Message("assistant", "", reasoning="hm")
+    with pytest.raises(BadRecordError) as refused:
+        rendered(tokenizer, Conversation((question, thought), Origin("here", 1)))
+    assert refused.value.reason == "no end of turn"
+
+
 # No end after the last answer: the refusal tells what to do, and that works
 
 GLM = (

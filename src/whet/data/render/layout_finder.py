@@ -189,7 +189,8 @@ class LayoutFinder:
             answered = self._template.render_or_none([*messages, self._question], tools)
             shared = shared if answered is None else shared[: common_prefix_length(shared, sentinels.tail(answered))]
         markers = list(self._markers.pattern.finditer(shared))
-        if "tool_calls" in messages[turn]:  # the marker that closes a call does not end the turn, unless it is inline
+        if "tool_calls" in messages[turn] or not messages[turn]["content"]:
+            # the marker that closes a call or reasoning does not end the turn, unless the call is inline
             ends = (self.end_of_turn_marker(tools), INLINE_CALL_TOKENS[1])
             markers = [marker for marker in markers if marker.group() in ends]
         if markers:
