@@ -179,6 +179,14 @@ def test_the_marker_that_closes_reasoning_does_not_end_the_turn() -> None:
     assert refused.value.reason == "no end of turn"
 
 
+def test_other_whitespace_before_the_end_of_an_earlier_turn_is_learned_with_it() -> None:
+    """As in Nemotron Nano's template, which writes the last call on a way of its own."""
+    tokenizer = tokenizer_with(
+        CHATML_TEMPLATE.replace("m['content'] +", "m['content'] + ('' if loop.last else '\n') +")
+    )
+    assert learned(tokenizer, *TURNS) == "Yes\n<|im_end|>¦No.<|im_end|>"
+
+
 # No end after the last answer: the refusal tells what to do, and that works
 
 GLM = (

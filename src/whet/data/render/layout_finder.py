@@ -181,7 +181,7 @@ class LayoutFinder:
         messages = sentinels.messages[: turn + 1]
         tail = sentinels.tail(self._template.render(messages, tools))
         own, met = self._markers.stop_pattern.search(tail), self._markers.stop_pattern.search(following)
-        if met and following[: met.start()] == tail[: own.start() if own else None]:
+        if met and following[: met.start()].split() == tail[: own.start() if own else None].split():
             return met.span()
         shared = tail[: common_prefix_length(tail, following)]
         may_prompt = self._template.ignores_prompt_flag(messages[:turn], tools)
