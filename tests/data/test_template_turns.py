@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Message, Origin, ToolCall
 from whet.data.read.messages import parse_messages
-from whet.data.render.renderer import PREFILL_MISSING, Rendered, Renderer
+from whet.data.render.renderer import PREFILL_MISSING, PROMPT_DIFFERS, Rendered, Renderer
 from whet.data.render.template_text import PROBE_TOOL
 
 from .render_helpers import conversation_of, supervised_text
@@ -115,6 +115,14 @@ def test_the_remedy_for_a_template_that_names_no_speaker_works() -> None:
 def test_what_the_prompt_gives_is_not_learned_where_the_answer_begins_with_it() -> None:
     tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("assistant\n' }}", "assistant\nAnswer:' }}"))
     assert learned(tokenizer, ("user", "Hi"), ("assistant", "Answer: 42")) == " 42<|im_end|>"
+
+
+@pytest.mark.parametrize("prompt", ["\n<|im_start|>assistant\n", "<|im_start|> assistant\n"], ids=["before", "within"])
+def test_a_prompt_with_other_whitespace_is_the_header_and_noted(prompt: str) -> None:
+    """As in Llama 4's template for JSON calls and in Hermes' after a tool's result."""
+    tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("'<|im_start|>assistant\n' }}", f"{prompt!r} }}}}"))
+    result = rendered(tokenizer, conversation_of(*TURNS))
+    assert (supervised_text(tokenizer, result), result.notes) == ("Yes<|im_end|>¦No.<|im_end|>", (PROMPT_DIFFERS,))
 
 
 # The prompt prefills reasoning
