@@ -23,6 +23,7 @@ from .template_families import CHATML_TEMPLATE, small_tokenizer
 
 TURNS = [("user", "Hi"), ("assistant", "Yes"), ("user", "More?"), ("assistant", "No.")]
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+NAMES = {"messages": "messages", "role": "role", "content": "content", "tools": "tools"}
 TURNS_ONLY = CHATML_TEMPLATE.removesuffix(PROMPT)
 assert TURNS_ONLY != CHATML_TEMPLATE
 
@@ -289,6 +290,28 @@ def test_content_parts_are_found_out_with_tools_where_the_template_requires_them
     assert supervised_text(tokenizer, result) == "Yes<|im_end|>¦No.<|im_end|>"
 
 
+# Calls without content: null, as records have it, or an empty text for templates that cannot take null
+
+
+@pytest.mark.parametrize(
+    ("content", "written"),
+    [
+        ("('' if m.content is none else m.content + '<|im_end|>')", ""),
+        ("m.content", ""),
+        ("m.content ~ '.'", "."),
+    ],
+    ids=["told apart", "concatenated", "printed"],
+)
+@pytest.mark.parametrize("record", [{"content": None}, {}], ids=["null", "absent"])
+def test_a_call_without_content(content: str, written: str, record: dict[str, Any]) -> None:
+    """DeepSeek's templates write an empty answer beside a call whose content is an empty text."""
+    tokenizer = tokenizer_with(CALL.replace("m.content", content).replace("<think>\n", ""), "<tool_call>")
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}], **record}
+    conversation = parse_messages([{"role": "user", "content": "Hi"}, call], NAMES, Origin("here", 1))
+    result = rendered(tokenizer, conversation)
+    assert supervised_text(tokenizer, result) == f"{written}<tool_call>look</tool_call><|im_end|>"
+
+
 # Arguments of calls as text
 
 WRITTEN = '{"city":"Rīga \\"x\\"", "days": 3}'
@@ -297,8 +320,7 @@ WRITTEN = '{"city":"Rīga \\"x\\"", "days": 3}'
 def call_record(arguments: Any) -> Conversation:
     call = {"function": {"name": "look", "arguments": arguments}}
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    names = {"messages": "messages", "role": "role", "content": "content", "tools": "tools"}
-    return parse_messages({"messages": messages}, names, Origin("here", 1))
+    return parse_messages({"messages": messages}, NAMES, Origin("here", 1))
 
 
 @pytest.mark.parametrize(
