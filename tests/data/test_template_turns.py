@@ -139,6 +139,14 @@ def test_reasoning_that_the_prompt_opens_is_learned_without_its_tag(marker: tupl
     assert PREFILL_MISSING not in rendered(tokenizer, conversation_of(*turns)).notes
 
 
+def test_a_template_may_drop_reasoning_of_the_last_answer_if_it_is_empty() -> None:
+    """As in data that were generated without thinking, and DeepSeek-R1's templates."""
+    tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1].strip()"))
+    assert learned(tokenizer, TURNS[0], ("assistant", "<think>\n\n</think>\n\nFour.")) == "Four.<|im_end|>"
+    assert refusal(tokenizer, TURNS[0], ("assistant", "<think>\nhm\n</think>Four.")).reason == "template drops text"
+    assert refusal(tokenizer, ("user", "<think></think>Hi"), TURNS[1]).reason == "template drops text"
+
+
 def test_the_cache_knows_answers_that_begin_with_the_prefill() -> None:
     tokenizer = tokenizer_with(THINKING)
     renderer = Renderer(tokenizer, "assistant")
