@@ -107,6 +107,12 @@ def test_the_prompt_opens_reasoning_that_answers_have_not(check: Any, write: Any
     found.warning("reasoning tag only in the prompt", "40 of 40 conversations", f"first {file}:1", "Add the reasoning")
 
 
+def test_the_prompt_has_other_whitespace_than_the_conversation(check: Any, write: Any, template: Any) -> None:
+    file = write()
+    found = check(template(GOOD.replace("'<|im_start|>assistant\n' }}", "'\n<|im_start|>assistant\n' }}")))
+    found.warning("other whitespace in the prompt", "40 of 40 conversations", f"first {file}:1", "data.template=COPY")
+
+
 def test_a_template_that_requires_tools(check: Any, write: Any, talk: Any, template: Any) -> None:
     tool = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
     (write(talk(0)).parent / "data.jsonl").write_text(

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Message, Origin, ToolCall
 from whet.data.read.messages import parse_messages
-from whet.data.render.renderer import PREFILL_MISSING, Rendered, Renderer
+from whet.data.render.renderer import PREFILL_MISSING, PROMPT_DIFFERS, Rendered, Renderer
 from whet.data.render.template_text import PROBE_TOOL
 
 from .render_helpers import conversation_of, supervised_text
@@ -23,6 +23,7 @@ from .template_families import CHATML_TEMPLATE, small_tokenizer
 
 TURNS = [("user", "Hi"), ("assistant", "Yes"), ("user", "More?"), ("assistant", "No.")]
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+NAMES = {"messages": "messages", "role": "role", "content": "content", "tools": "tools"}
 TURNS_ONLY = CHATML_TEMPLATE.removesuffix(PROMPT)
 assert TURNS_ONLY != CHATML_TEMPLATE
 
@@ -117,6 +118,14 @@ def test_what_the_prompt_gives_is_not_learned_where_the_answer_begins_with_it() 
     assert learned(tokenizer, ("user", "Hi"), ("assistant", "Answer: 42")) == " 42<|im_end|>"
 
 
+@pytest.mark.parametrize("prompt", ["\n<|im_start|>assistant\n", "<|im_start|> assistant\n"], ids=["before", "within"])
+def test_a_prompt_with_other_whitespace_is_the_header_and_noted(prompt: str) -> None:
+    """As in Llama 4's template for JSON calls and in Hermes' after a tool's result."""
+    tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("'<|im_start|>assistant\n' }}", f"{prompt!r} }}}}"))
+    result = rendered(tokenizer, conversation_of(*TURNS))
+    assert (supervised_text(tokenizer, result), result.notes) == ("Yes<|im_end|>¦No.<|im_end|>", (PROMPT_DIFFERS,))
+
+
 # The prompt prefills reasoning
 
 THINKING = CHATML_TEMPLATE.replace("assistant\n' }}", "assistant\n<think>\n' }}")
@@ -128,6 +137,14 @@ def test_reasoning_that_the_prompt_opens_is_learned_without_its_tag(marker: tupl
     turns = [("user", "Hi"), ("assistant", "<think>\nhm\n</think>\n\nFour.")]
     assert learned(tokenizer, *turns) == "hm\n</think>\n\nFour.<|im_end|>"
     assert PREFILL_MISSING not in rendered(tokenizer, conversation_of(*turns)).notes
+
+
+def test_a_template_may_drop_reasoning_of_the_last_answer_if_it_is_empty() -> None:
+    """As in data that were generated without thinking, and DeepSeek-R1's templates."""
+    tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1].strip()"))
+    assert learned(tokenizer, TURNS[0], ("assistant", "<think>\n\n</think>\n\nFour.")) == "Four.<|im_end|>"
+    assert refusal(tokenizer, TURNS[0], ("assistant", "<think>\nhm\n</think>Four.")).reason == "template drops text"
+    assert refusal(tokenizer, ("user", "<think></think>Hi"), TURNS[1]).reason == "template drops text"
 
 
 def test_the_cache_knows_answers_that_begin_with_the_prefill() -> None:
@@ -165,6 +182,26 @@ def test_a_turn_that_begins_with_another_marker_than_the_prefill_is_learned_from
     markers = ("<think>", "</think>", "<|START_THINKING|>", "<|END_THINKING|>", "<|START_TEXT|>", "<|channel>")
     tokenizer = tokenizer_with(template, *markers)
     assert learned(tokenizer, *TURNS[:2]) == "<|START_TEXT|>Yes<|im_end|>"
+
+
+def test_the_marker_that_closes_reasoning_does_not_end_the_turn() -> None:
+    template = CHATML_TEMPLATE.replace(
+        "m['content'] + '<|im_end|>'",
+        "('<think>' + m.thinking + '</think>' if m.thinking else '') + (m.content + '<|im_end|>' if m.content else '')",
+    )
+    tokenizer = tokenizer_with(template, "<think>", "</think>")
+    question, thought = Message("user", "Hi"), Message("assistant", "", reasoning="hm")
+    with pytest.raises(BadRecordError) as refused:
+        rendered(tokenizer, Conversation((question, thought), Origin("here", 1)))
+    assert refused.value.reason == "no end of turn"
+
+
+def test_other_whitespace_before_the_end_of_an_earlier_turn_is_learned_with_it() -> None:
+    """As in Nemotron Nano's template, which writes the last call on a way of its own."""
+    tokenizer = tokenizer_with(
+        CHATML_TEMPLATE.replace("m['content'] +", "m['content'] + ('' if loop.last else '\n') +")
+    )
+    assert learned(tokenizer, *TURNS) == "Yes\n<|im_end|>¦No.<|im_end|>"
 
 
 # No end after the last answer: the refusal tells what to do, and that works
@@ -261,6 +298,28 @@ def test_content_parts_are_found_out_with_tools_where_the_template_requires_them
     assert supervised_text(tokenizer, result) == "Yes<|im_end|>¦No.<|im_end|>"
 
 
+# Calls without content: null, as records have it, or an empty text for templates that cannot take null
+
+
+@pytest.mark.parametrize(
+    ("content", "written"),
+    [
+        ("('' if m.content is none else m.content + '<|im_end|>')", ""),
+        ("m.content", ""),
+        ("m.content ~ '.'", "."),
+    ],
+    ids=["told apart", "concatenated", "printed"],
+)
+@pytest.mark.parametrize("record", [{"content": None}, {}], ids=["null", "absent"])
+def test_a_call_without_content(content: str, written: str, record: dict[str, Any]) -> None:
+    """DeepSeek's templates write an empty answer beside a call whose content is an empty text."""
+    tokenizer = tokenizer_with(CALL.replace("m.content", content).replace("<think>\n", ""), "<tool_call>")
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}], **record}
+    conversation = parse_messages([{"role": "user", "content": "Hi"}, call], NAMES, Origin("here", 1))
+    result = rendered(tokenizer, conversation)
+    assert supervised_text(tokenizer, result) == f"{written}<tool_call>look</tool_call><|im_end|>"
+
+
 # Arguments of calls as text
 
 WRITTEN = '{"city":"Rīga \\"x\\"", "days": 3}'
@@ -269,8 +328,7 @@ WRITTEN = '{"city":"Rīga \\"x\\"", "days": 3}'
 def call_record(arguments: Any) -> Conversation:
     call = {"function": {"name": "look", "arguments": arguments}}
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    names = {"messages": "messages", "role": "role", "content": "content", "tools": "tools"}
-    return parse_messages({"messages": messages}, names, Origin("here", 1))
+    return parse_messages({"messages": messages}, NAMES, Origin("here", 1))
 
 
 @pytest.mark.parametrize(

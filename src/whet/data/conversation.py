@@ -56,11 +56,15 @@ class Message:
     """For role `tool`: the id of the call it answers."""
     name: str | None = None
     """For role `tool`: the name of the tool."""
+    null_content: bool = field(default=False, compare=False, repr=False)
+    """It calls tools and has no content: null, which some templates tell from an empty text."""
 
     def as_dict(self, in_parts: bool = False) -> dict[str, Any]:
         """The dict that chat templates take. Templates read reasoning from `reasoning_content` or `thinking`, so both
         are set. Templates of multimodal models take the content as a list of parts (`in_parts`)."""
-        content = [{"type": "text", "text": self.content}] if in_parts else self.content
+        content: Any = [{"type": "text", "text": self.content}] if in_parts else self.content
+        if self.null_content and not in_parts:
+            content = None
         turn: dict[str, Any] = {"role": self.role, "content": content}
         if self.reasoning:
             turn |= {"reasoning_content": self.reasoning, "thinking": self.reasoning}
@@ -87,6 +91,10 @@ class Conversation:
     messages: tuple[Message, ...]
     origin: Origin
     tools: tuple[dict[str, Any], ...] = ()
+
+    def with_empty_content(self) -> Conversation:
+        """Itself with an empty text for content that is null."""
+        return replace(self, messages=tuple(replace(message, null_content=False) for message in self.messages))
 
     def with_text_arguments(self) -> Conversation:
         """Itself with the arguments of tool calls as text: as they were written, else as JSON."""

@@ -21,6 +21,7 @@ from whet.data.render.marked_text import MARKER_LOOK_ALIKE
 from whet.data.render.renderer import (
     CONTROL_TOKENS_IN_TEXT,
     PREFILL_MISSING,
+    PROMPT_DIFFERS,
     REASONING_DROPPED,
     TOOLS_DROPPED,
 )
@@ -77,6 +78,12 @@ _NOTE_FINDINGS: dict[str, tuple[Level, str, str]] = {
         "the generation prompt ends with a reasoning tag such as <think> that the answer does not begin with, so the "
         "model is prompted for answers in another way than it learns them",
         "Add the reasoning, or use a template whose prompt has no such tag (data.template)",
+    ),
+    PROMPT_DIFFERS: (
+        "warning",
+        "the generation prompt has other whitespace before the answer than the conversation, so the model is prompted "
+        "for answers in another way than it learns them",
+        "Write the same whitespace in a copy of the template: data.template=COPY.jinja",
     ),
     EXCHANGE_TOO_LONG: (
         "warning",

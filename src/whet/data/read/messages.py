@@ -216,7 +216,8 @@ def parse_message(turn: Any, number: int, role_name: str = "role", content_name:
         raise BadRecordError("unsupported key", f"{place} has 'tools'; move them into the record, next to the messages")
     train = parse_train_flag(turn, role, place)
     if role != "tool":
-        return Message(role, content, reasoning, tool_calls, train)
+        null_content = bool(tool_calls) and turn.get(content_name) is None
+        return Message(role, content, reasoning, tool_calls, train, null_content=null_content)
     return Message(
         role, content, train=train, tool_call_id=_optional_text(turn.get("tool_call_id"), f"{place}: 'tool_call_id'"),
         name=_optional_text(turn.get("name"), f"{place}: 'name'"),

@@ -73,7 +73,8 @@ def _parse_sharegpt_turn(turn: Any, number: int, names: Mapping[str, str]) -> Me
         parsed = tuple(parse_tool_call(call, place) for call in (calls if isinstance(calls, list) else [calls]))
         if not parsed:
             raise BadRecordError("bad tool call", f"{place} has no calls; remove it")
-        return Message("assistant", "", tool_calls=parsed, train=parse_train_flag(turn, "assistant", place))
+        train = parse_train_flag(turn, "assistant", place)
+        return Message("assistant", "", tool_calls=parsed, train=train, null_content=True)
     role = SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         known = ", ".join((*SHAREGPT_ROLES, *_SHAREGPT_CALLS))

@@ -59,6 +59,8 @@ class Layout:
     tools_dropped: bool = False
     missing_prefills: tuple[str, ...] = ()
     """What generation prompts open, such as `<think>`, and the turns have not."""
+    prompt_differs: bool = False
+    """A generation prompt has other whitespace than the turn."""
     template_special_tokens: int | None = None
     """How many special tokens the template writes; any more come from the messages. None: unknown."""
     fast_mask: FastMask | None = field(default=None, compare=False)
@@ -171,6 +173,7 @@ class _CacheEntry:
     layout: CachedLayout
     template_special_tokens: int
     missing_prefills: tuple[str, ...]
+    prompt_differs: bool
     fast_mask: FastMask | None
     is_safe: Callable[[str], bool]
     """Whether the template treats a text like those that the entry was made of."""
@@ -203,7 +206,7 @@ class LayoutCache:
         text, spans = entry.layout.fill(texts)
         return Layout(
             text, spans, self._supervise_all, template_special_tokens=entry.template_special_tokens,
-            missing_prefills=entry.missing_prefills, fast_mask=entry.fast_mask,
+            missing_prefills=entry.missing_prefills, prompt_differs=entry.prompt_differs, fast_mask=entry.fast_mask,
         )  # fmt: skip
 
     def should_verify(self, conversation: Conversation) -> bool:
@@ -237,7 +240,7 @@ class LayoutCache:
         fast_mask = None if self._supervise_all else build_fast_mask(cached, self._special, self._encode)
         assert layout.template_special_tokens is not None
         self._entries[key] = _CacheEntry(
-            cached, layout.template_special_tokens, layout.missing_prefills, fast_mask, is_safe
+            cached, layout.template_special_tokens, layout.missing_prefills, layout.prompt_differs, fast_mask, is_safe
         )
 
     def _is_reusable(self, conversation: Conversation, text: str, guards: TraceGuards) -> bool:

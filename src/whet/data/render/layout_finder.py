@@ -80,6 +80,7 @@ class LayoutFinder:
                 return Layout(text, (), supervise_all=True)
             raise
         missing_prefills: tuple[str, ...] = ()
+        prompt_differs = False
         if train_on == "all":
             spans = tuple((start, end, end) for start, end in map(rendering.message_span, excluded))
         else:
@@ -87,8 +88,9 @@ class LayoutFinder:
             if not supervised:
                 raise BadRecordError(NO_SUPERVISED_TOKENS, "every assistant turn is excluded from training")
             found = [self._supervised_span(sentinels, rendering, text, turn, tools) for turn in supervised]
-            spans = tuple(span for span, _ in found)
-            missing_prefills = tuple(sorted({prefill for _, prefill in found if prefill}))
+            spans = tuple(span for span, _, _ in found)
+            missing_prefills = tuple(sorted({prefill for _, prefill, _ in found if prefill}))
+            prompt_differs = any(differs for _, _, differs in found)
         from_messages = sentinels.count_unreplaced(self._markers.special_pattern)
         needed = [tool for tool in tools if not (self._template.calls_inline and tool == CALCULATOR_SCHEMA)]
         layout = Layout(
@@ -97,6 +99,7 @@ class LayoutFinder:
             supervise_all=train_on == "all",
             reasoning_dropped=rendering.reasoning_dropped,
             missing_prefills=missing_prefills,
+            prompt_differs=prompt_differs,
             tools_dropped=bool(needed) and self._template.ignores_tools(messages, text),
             template_special_tokens=len(self._markers.special_pattern.findall(rendering.text)) - from_messages,
         )
@@ -124,9 +127,9 @@ class LayoutFinder:
         text: str,
         turn: int,
         tools: Tools,
-    ) -> tuple[Span, str]:
-        """Steps 2 and 3: the span of an assistant turn, from the end of its header to the end of its marker, and the
-        reasoning prefill of its generation prompt that it has not."""
+    ) -> tuple[Span, str, bool]:
+        """Steps 2 and 3: the span of an assistant turn, from the end of its header to the end of its marker; the
+        reasoning prefill of its generation prompt that it has not; whether the prompt has other whitespace."""
         if turn == 0:
             raise BadRecordError(
                 "starts with the assistant",
@@ -136,12 +139,13 @@ class LayoutFinder:
         previous = rendering.end_of_previous_sentinel(first)
 
         prompt = sentinels.tail(self._template.render(sentinels.messages[:turn], tools, prompt=True))
-        header = self._header_length(prompt, text[previous:last], turn)
+        respaced = _with_whitespace_of(text[previous:first], prompt)
+        header = self._header_length(respaced, text[previous:last], turn)
         start = previous + header
-        if header == len(prompt) and not text[start].isspace():
-            start -= self._prompt_encoder.open_end(f"x{prompt}")  # x: the message before it
+        if header == len(respaced) and not text[start].isspace():
+            start -= self._prompt_encoder.open_end(f"x{respaced}")  # x: the message before it
         marker, end = self._end_of_turn(sentinels, turn, tools, rendering.text[last:])
-        return (start, last + marker, last + end), prompt[header:].strip()
+        return (start, last + marker, last + end), respaced[header:].strip(), respaced != prompt
 
     def _header_length(self, prompt: str, text: str, turn: int) -> int:
         """How many characters the generation prompt and a turn have in common, both from the text before them on.
@@ -181,7 +185,7 @@ class LayoutFinder:
         messages = sentinels.messages[: turn + 1]
         tail = sentinels.tail(self._template.render(messages, tools))
         own, met = self._markers.stop_pattern.search(tail), self._markers.stop_pattern.search(following)
-        if met and following[: met.start()] == tail[: own.start() if own else None]:
+        if met and following[: met.start()].split() == tail[: own.start() if own else None].split():
             return met.span()
         shared = tail[: common_prefix_length(tail, following)]
         may_prompt = self._template.ignores_prompt_flag(messages[:turn], tools)
@@ -189,7 +193,8 @@ class LayoutFinder:
             answered = self._template.render_or_none([*messages, self._question], tools)
             shared = shared if answered is None else shared[: common_prefix_length(shared, sentinels.tail(answered))]
         markers = list(self._markers.pattern.finditer(shared))
-        if "tool_calls" in messages[turn]:  # the marker that closes a call does not end the turn, unless it is inline
+        if "tool_calls" in messages[turn] or not messages[turn]["content"]:
+            # the marker that closes a call or reasoning does not end the turn, unless the call is inline
             ends = (self.end_of_turn_marker(tools), INLINE_CALL_TOKENS[1])
             markers = [marker for marker in markers if marker.group() in ends]
         if markers:
@@ -242,6 +247,18 @@ class LayoutFinder:
 _REASONING_PREFILL = re.compile(rf"\s*((?:{REASONING_TAG.pattern})\s*)+$", re.IGNORECASE)
 """What opens reasoning at the end of a generation prompt, such as `<think>⏎`; a turn without reasoning has it not."""
 _SHOWN = 40  # characters of a text in a message
+
+
+def _with_whitespace_of(header: str, prompt: str) -> str:
+    """The prompt with the whitespace of the header, if they differ in nothing else and the whitespace at its end is
+    there."""
+    characters = "".join(prompt.split())
+    if header.startswith(prompt) or not characters or not "".join(header.split()).startswith(characters):
+        return prompt
+    ends = (i for i, character in enumerate(header, 1) if not character.isspace())
+    end = next(itertools.islice(ends, len(characters) - 1, None))
+    ending = prompt[len(prompt.rstrip()) :]
+    return header[:end] + ending if header.startswith(ending, end) else prompt
 
 
 # Prompts as token ids: those that come before every answer.

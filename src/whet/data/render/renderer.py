@@ -16,8 +16,9 @@ Instead, *sentinel rendering* traces each character of the output to where it ca
 2. Start of an assistant turn: where its generation prompt ends. Render the messages before it with
    `add_generation_prompt=True`. What follows their last sentinel there and in the whole rendering has a common prefix:
    the header. What comes after it, the model has to produce. All of the prompt must be there, except a reasoning
-   prefill such as `<think>` that the turn has not; no marker is cut in two. Whitespace at the end of the prompt is
-   left to the model where the tokenizer merges it with the first word of an answer (`whet.data.render.layout_finder`).
+   prefill such as `<think>` that the turn has not, and up to whitespace before its last word; no marker is cut in two.
+   Whitespace at the end of the prompt is left to the model where the tokenizer merges it with the first word of an
+   answer (`whet.data.render.layout_finder`).
 3. End of the turn: render the messages up to and including it. What follows the turn there and in the whole rendering
    has a common prefix, too. The first stop token in it, else the last marker, is the end-of-turn marker. It is
    supervised, because the model must learn to stop; whitespace after it is not. Where the template always appends a
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 CONTROL_TOKENS_IN_TEXT, REASONING_DROPPED = "control tokens in the text", "reasoning left out by the template"
 TOOLS_DROPPED, PREFILL_MISSING = "tools left out by the template", "reasoning tag only in the prompt"
+PROMPT_DIFFERS = "other whitespace in the prompt"
 """The ledger's notes on conversations that are kept."""
 
 
@@ -277,7 +279,8 @@ class Renderer:
 
 def _layout_notes(layout: Layout) -> list[str]:
     dropped = {REASONING_DROPPED: layout.reasoning_dropped, TOOLS_DROPPED: layout.tools_dropped}
-    return [note for note, applies in {**dropped, PREFILL_MISSING: layout.missing_prefills}.items() if applies]
+    prompts = {PREFILL_MISSING: layout.missing_prefills, PROMPT_DIFFERS: layout.prompt_differs}
+    return [note for note, applies in {**dropped, **prompts}.items() if applies]
 
 
 def _token_span(encoding: PrefixedEncoding, text: str, span: Span, overlapping: bool) -> tuple[int, int] | None:

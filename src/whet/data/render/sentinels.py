@@ -71,15 +71,19 @@ class TextSlot:
 def text_slots(messages: Sequence[Message]) -> list[TextSlot]:
     """The texts of messages that a template prints, in the order in which `map_texts` visits them.
 
-    Many templates drop the reasoning of earlier answers on purpose. That of the answer to the last user turn must stay.
+    Many templates drop the reasoning of earlier answers on purpose. That of the answer to the last user turn must stay,
+    unless it is empty.
     """
     slots: list[TextSlot] = []
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=0)
     for i, message in enumerate(messages):
-        earlier = message.role == "assistant" and i < last_user
 
-        def add_slot(text: str, kind: str, index: int = i, earlier: bool = earlier) -> str:
-            droppable = 0 if not earlier else len(text) if kind == "reasoning" else _inline_reasoning_length(text)
+        def add_slot(
+            text: str, kind: str, index: int = i, answer: bool = message.role == "assistant", old: bool = i < last_user
+        ) -> str:
+            droppable = 0
+            if answer:
+                droppable = len(text) if old and kind == "reasoning" else _inline_reasoning_length(text, old)
             slots.append(TextSlot(index, text, kind, droppable))
             return text
 
@@ -87,10 +91,12 @@ def text_slots(messages: Sequence[Message]) -> list[TextSlot]:
     return slots
 
 
-def _inline_reasoning_length(text: str) -> int:
-    """Length of reasoning that is part of the content, up to and including `</think>`."""
+def _inline_reasoning_length(text: str, old: bool) -> int:
+    """Length of reasoning that is part of the content, up to and including `</think>`; unless `old`, if it is empty."""
     end = text.rfind("</think>")
-    return 0 if end < 0 else end + len("</think>")
+    if end < 0 or not (old or text[:end].strip() in ("", "<think>")):
+        return 0
+    return end + len("</think>")
 
 
 class SentinelMessages:

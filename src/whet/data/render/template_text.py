@@ -80,22 +80,37 @@ class TemplateText:
     def apply_with_arguments(self, conversation: Conversation, prompt: bool = False) -> tuple[Conversation, str]:
         """The conversation as the template takes it, and its text.
 
-        Some templates concatenate or print the arguments of tool calls, which are objects: these get text.
+        Some templates concatenate or print the arguments of tool calls, which are objects, or content that is null:
+        these get text.
         """
+        variants = [conversation]
+        if any(message.null_content for message in conversation.messages):
+            variants.append(conversation.with_empty_content())
+        plain = len(variants)
+        if any(message.tool_calls for message in conversation.messages):
+            variants += [variant.with_text_arguments() for variant in variants]
+        errors = []
+        for variant in variants:
+            try:
+                text = self.apply(variant.messages, variant.tools, prompt)
+                if not _prints_arguments(variant, text) and not self._prints_null(variant, text, prompt):
+                    return variant, text
+                errors.append(
+                    BadRecordError("template rewrites", "the chat template prints the arguments of a call as Python")
+                )
+            except BadRecordError as refused:
+                errors.append(refused)
+        raise errors[plain - 1]
+
+    def _prints_null(self, conversation: Conversation, text: str, prompt: bool) -> bool:
+        """Whether the text has content that is null as Python prints it."""
+        if "None" not in text or not any(message.null_content for message in conversation.messages):
+            return False
         try:
-            text = self.apply(conversation.messages, conversation.tools, prompt)
-            if not _prints_python(conversation, text):
-                return conversation, text
-            error = BadRecordError("template rewrites", "the chat template prints the arguments of a call as Python")
-        except BadRecordError as refused:
-            error = refused
-        try:
-            if any(message.tool_calls for message in conversation.messages):
-                with_text = conversation.with_text_arguments()
-                return with_text, self.apply(with_text.messages, with_text.tools, prompt)
-        except BadRecordError:  # it is not the arguments
-            pass
-        raise error
+            empty = self.apply(conversation.with_empty_content().messages, conversation.tools, prompt)
+        except BadRecordError:
+            return False
+        return empty.count("None") < text.count("None")
 
     def reference_ids(self, conversation: Conversation) -> list[int]:
         """The ids that transformers gives for the whole conversation."""
@@ -131,11 +146,12 @@ class TemplateText:
         return self.render_or_none(self.as_dicts(messages)) == text
 
 
-def _prints_python(conversation: Conversation, text: str) -> bool:
+def _prints_arguments(conversation: Conversation, text: str) -> bool:
     """Whether the text has the arguments of a tool call as Python prints a dict, and not because a message has."""
     contents = [message.content for message in conversation.messages]
-    calls = [str(call.arguments) for message in conversation.messages for call in message.tool_calls if call.arguments]
-    return any(call in text and not any(call in content for content in contents) for call in calls)
+    arguments = [call.arguments for message in conversation.messages for call in message.tool_calls]
+    printed = [str(each) for each in arguments if each and isinstance(each, dict)]
+    return any(each in text and not any(each in content for content in contents) for each in printed)
 
 
 def _get_chat_template(tokenizer: PreTrainedTokenizerFast) -> str:
