@@ -21,7 +21,7 @@ from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, FilteredRecord, Origin, PlainText
 from whet.data.read.detection import detect_format
 from whet.data.read.formats import FORMATS
-from whet.data.read.sources import SourceReader, read_source
+from whet.data.read.sources import SourceReader, propose_source, read_source
 from whet.data.read.unsupported_records import reject_unsupported
 
 Jsonl = Callable[..., Path]
@@ -47,6 +47,13 @@ def refusal(read: Callable[..., list[Any]], *records: Any, **options: Any) -> st
     with pytest.raises(WhetError) as caught:
         read(*records, **options)
     return str(caught.value)
+
+
+def assert_never_guessed(jsonl: Jsonl, message: str, *records: Any) -> None:
+    """`whet init` guesses columns by their names; what a known shape is takes precedence."""
+    with pytest.raises(WhetError) as caught:
+        propose_source(str(jsonl(*map(json.dumps, records))))
+    assert str(caught.value) == message
 
 
 def remedy(message: str) -> dict[str, Any]:
@@ -239,14 +246,18 @@ PREFERENCES = {
     "affixes": {"prompt": "Q?", "chosen_response": "A.", "rejected_response": "B.", "chosen-model": "x"},
     "one rejected": {"prompt": "Q?", "completion": "A.", "rejected": "B."},
     "pairs": {"question": "Q?", "response_j": "A.", "response_k": "B.", "qid": 1},
+    "several answers": {"question": "Q?", "answer1": "A.", "answer2": "B.", "answer3": "C."},
     "safe-rlhf": {"prompt": "Q?", "response_0": "A.", "response_1": "B.", "better_response_id": 0},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", PREFERENCES)
-def test_preference_data_are_named_and_the_remedy_trains_on_the_chosen_answers(read: Any, shape: str) -> None:
+def test_preference_data_are_named_and_the_remedy_trains_on_the_chosen_answers(
+    read: Any, jsonl: Jsonl, shape: str
+) -> None:
     record = PREFERENCES[shape]
     message = refusal(read, record, record)
+    assert_never_guessed(jsonl, message, record, record)
     assert ": preference data ('" in message
     parsed = read(record, record, **remedy(message))
     system = [("system", "S.")] if "system" in record else []
@@ -322,7 +333,8 @@ def test_texts_with_one_label_are_documents(read: Any, text: str) -> None:
          "each record is one message ('role' and 'text') of a tree of replies, as in OASST"),
         ({"conversation_id": 3, "role": "user", "content": "Q?"}, "each record is one message ('role' and 'content')"),
         ({"from": "human", "value": "Q?"}, "each record is one message ('from' and 'value')"),
-        ({"message_tree_id": "a", "prompt": {"text": "Q?", "role": "prompter", "replies": []}}, "a tree of replies"),
+        ({"message_tree_id": "a", "tree_state": "ready", "prompt": {"text": "Q?", "role": "prompter", "replies": []}},
+         "a tree of replies"),
         ({"conversation": {"messages": [USER, ANSWER]}, "id": 1}, "the messages are inside 'conversation'"),
         ({"custom_id": "1", "body": {"messages": [USER]}}, "the messages are inside 'body'"),
         ({"data": ["Q?", "A."]}, "'data' is a list of texts without speakers"),
@@ -331,12 +343,15 @@ def test_texts_with_one_label_are_documents(read: Any, text: str) -> None:
         ({"instruction": "Q?", "completions": [{"response": "A."}]}, "several answers to a question ('completions')"),
         ({"question": "Q?", "answers": [{"text": "A.", "pm_score": 3}]}, "several answers to a question ('answers')"),
         ({"prompt": "Q?", "id": 3}, "a question ('prompt') without a known answer"),
-        ({"title": "t", "mapping": {"a": {"message": None, "children": []}}}, "chats as ChatGPT exports them"),
+        ({"title": "t", "current_node": "a", "mapping": {"a": {"message": None, "children": []}}},
+         "chats as ChatGPT exports them"),
         ({"contents": [{"role": "user", "parts": [{"text": "Q?"}]}]}, "chats in the form of Google's Gemini"),
     ],
 )  # fmt: skip
-def test_a_shape_is_refused_by_name(read: Any, record: Any, name: str) -> None:
-    assert name in refusal(read, record, record)
+def test_a_shape_is_refused_by_name(read: Any, jsonl: Jsonl, record: Any, name: str) -> None:
+    message = refusal(read, record, record)
+    assert name in message
+    assert_never_guessed(jsonl, message, record, record)
 
 
 CHATGPT = [{"current_node": "d", "mapping": {

@@ -21,6 +21,7 @@ from whet.data.read.unsupported_records import (
     SCORE,
     TURN_KEYS,
     find_context,
+    is_known_shape,
     name_preference,
     name_shape,
     name_unanswered,
@@ -250,6 +251,8 @@ def guess_fields(containers: Sequence[Container]) -> SuggestedFields | None:
     """Format and fields of records that no format recognises by itself, from the names and texts of their columns."""
     records = itertools.chain.from_iterable(each.records() for each in containers)
     sample = [record for record, _ in _sample_records(records, _SAMPLED_RECORDS)]
+    if is_known_shape(sample):
+        return None
     near = suggest_fields(sample, {})
     if (near is None or near.format == "prompt-completion") and (context := find_context(sample)) is not None:
         return SuggestedFields("alpaca", context)

@@ -139,9 +139,18 @@ def name_shape(sample: Sequence[Any], recognised: bool) -> str | None:
     """The name of a known shape that no format reads, with a remedy; only what `text` would misread if `recognised`."""
     records = [record for record in sample if isinstance(record, dict)]
     for record in records:
-        if name := _name_single_message(record) or (None if recognised else _name_record(record, records)):
+        if name := _name_single_message(record) or (
+            None if recognised else _name_structure(record, records) or _name_columns(record, records)
+        ):
             return name
     return None
+
+
+def is_known_shape(sample: Sequence[Any]) -> bool:
+    """Whether the records are of a shape that is no question and answer, whatever the names of its fields."""
+    records = [record for record in sample if isinstance(record, dict)]
+    named = (_name_single_message(record) or _name_structure(record, records) for record in records)
+    return name_preference(records) is not None or any(named)
 
 
 def _name_single_message(record: Record) -> str | None:
@@ -156,7 +165,7 @@ def _name_single_message(record: Record) -> str | None:
     )
 
 
-def _name_record(record: Record, records: Sequence[Record]) -> str | None:
+def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
     keys = record.keys()
     for key, value in record.items():
         if isinstance(value, dict) and any(
@@ -207,6 +216,10 @@ def _name_record(record: Record, records: Sequence[Record]) -> str | None:
             f"several answers to a question ({several!r}). Write a record for each answer that is to be learned: "
             '{"prompt": "…", "completion": "…"}'
         )
+    return None
+
+
+def _name_columns(record: Record, records: Sequence[Record]) -> str | None:
     if (fields := find_context(records)) is not None:
         return (
             f"a question, an answer and {fields['input']!r}, which belongs to the question. Set fields: "
