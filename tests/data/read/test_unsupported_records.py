@@ -333,6 +333,8 @@ def test_texts_with_one_label_are_documents(read: Any, text: str) -> None:
          "each record is one message ('role' and 'text') of a tree of replies, as in OASST"),
         ({"conversation_id": 3, "role": "user", "content": "Q?"}, "each record is one message ('role' and 'content')"),
         ({"from": "human", "value": "Q?"}, "each record is one message ('from' and 'value')"),
+        ({"dialog_id": "7", "speaker": "customer", "text": "Q?"}, "each record is one message ('speaker' and 'text')"),
+        ({"type": "message", "user": "U7", "text": "Q?"}, "each record is one message ('user' and 'text')"),
         ({"message_tree_id": "a", "tree_state": "ready", "prompt": {"text": "Q?", "role": "prompter", "replies": []}},
          "a tree of replies"),
         ({"conversation": {"messages": [USER, ANSWER]}, "id": 1}, "the messages are inside 'conversation'"),
@@ -345,6 +347,7 @@ def test_texts_with_one_label_are_documents(read: Any, text: str) -> None:
         ({"prompt": "Q?", "id": 3}, "a question ('prompt') without a known answer"),
         ({"title": "t", "current_node": "a", "mapping": {"a": {"message": None, "children": []}}},
          "chats as ChatGPT exports them"),
+        ({"title": "t", "paragraphs": [{"context": "C.", "qas": []}]}, "questions inside paragraphs, as in SQuAD"),
         ({"contents": [{"role": "user", "parts": [{"text": "Q?"}]}]}, "chats in the form of Google's Gemini"),
     ],
 )  # fmt: skip
@@ -369,6 +372,11 @@ GEMINI = {
     ]
 }
 GEMINI_WITH_SYSTEM = GEMINI | {"systemInstruction": {"parts": [{"text": "S."}]}}
+SQUAD = {
+    "data": [{"paragraphs": [{"context": "C.", "qas": [
+        {"question": "None?", "answers": []}, {"question": "Q?", "answers": [{"text": "A."}, {"text": "B."}]},
+    ]}]}]
+}  # fmt: skip
 ANSWERED = [("user", "Q?"), ("assistant", "A.")]
 
 
@@ -378,6 +386,7 @@ ANSWERED = [("user", "Q?"), ("assistant", "A.")]
     [
         ("chatgpt.jq", CHATGPT, ANSWERED),
         ("gemini.jq", GEMINI, ANSWERED),
+        ("squad.jq", SQUAD, [("user", "Q?\n\nC."), ("assistant", "A.")]),
         ("gemini.jq", GEMINI_WITH_SYSTEM, [("system", "S."), *ANSWERED]),
     ],
 )
@@ -387,6 +396,26 @@ def test_the_lines_of_the_docs_write_messages(read: Any, name: str, exported: An
     done = subprocess.run(["jq", "-c", program], input=json.dumps(exported), capture_output=True, text=True, check=True)
     [parsed] = read(json.loads(done.stdout))
     assert turns(parsed) == expected
+
+
+@pytest.mark.system("jq")
+@pytest.mark.parametrize("is_array", [False, True])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"id": 1, "chat": {"messages": [USER, ANSWER]}},
+        {"id": 1, "my data": {"question": "Q?", "answer": "A."}},
+        {"id-1": {"prompt": "Q?", "completion": "A."}, "id-2": {"prompt": "Q?", "completion": "A."}},
+    ],
+)
+def test_the_command_for_records_inside_others_works(tmp_path: Path, jsonl: Jsonl, record: Any, is_array: bool) -> None:
+    file = jsonl(json.dumps([record] if is_array and "id" in record else record), name="nested.json")
+    with pytest.raises(WhetError) as caught:
+        propose_source(str(file))
+    [program] = re.findall(r"jq -c '(.*)' FILE > NEW.jsonl", str(caught.value))
+    done = subprocess.run(["jq", "-c", program, file], capture_output=True, text=True, check=True)
+    for parsed in read_source(Source(path=str(jsonl(done.stdout)))):
+        assert turns(parsed) == ANSWERED
 
 
 @pytest.mark.parametrize("more", ["context", "passage", "document"])
@@ -419,6 +448,25 @@ def test_the_script_for_oasst_makes_a_conversation_of_each_last_answer(
         [("user", "a"), ("assistant", "c")],
         [("user", "a"), ("assistant", "b"), ("user", "d"), ("assistant", "e")],
     ]  # fmt: skip
+
+
+def test_messages_of_conversations_are_documents_where_the_user_says_so(read: Any) -> None:
+    record = {"thread_id": 1, "author": "Anna", "text": "Some words."}
+    assert "to train on every word of each, set format: text" in refusal(read, record)
+    assert isinstance(read(record, format="text")[0], PlainText)
+
+
+def test_the_script_for_messages_with_the_id_of_their_conversation(
+    read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = ["conversation_id,role,text", "1,customer,Q?", "2,customer,Q?", "1,agent,A.", "2,agent,A."]
+    Path("rows.csv").write_text("\n".join(lines))
+    with pytest.raises(WhetError, match="each record is one message"):
+        propose_source("rows.csv")
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    exec(page.split("```python\n")[2].partition("```")[0], {})
+    assert [turns(each) for each in read_source(Source(path="chats.jsonl"))] == [ANSWERED] * 2
 
 
 # Choices, and what is not used

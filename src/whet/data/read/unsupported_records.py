@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -81,6 +82,7 @@ def _reject_keys(record: Record, parsed: ParsedRecord, names: Mapping[str, str])
 _REJECTED_WORDS, _CHOSEN_WORDS = {"rejected", "dispreferred"}, ("chosen", "preferred", "accepted")
 _ROLE_KEYS = ("role", "from", "speaker", "author", "sender")
 _SPEAKERS = {"user", "human", "prompter", "assistant", "gpt", "bot", "system", "tool", "chatgpt", "model"}
+_CONVERSATION_KEY = re.compile(r"(?:conversation|conv|dialog(?:ue)?|chat|thread|session|ticket)_?id", re.IGNORECASE)
 _TEXT_KEYS = ("text", "content", "value", "message", "body")
 _ANSWER_LISTS = ("completions", "responses", "answers", "generations", "outputs", "candidates", "replies")
 _PAIR = re.compile(
@@ -154,14 +156,19 @@ def is_known_shape(sample: Sequence[Any]) -> bool:
 
 
 def _name_single_message(record: Record) -> str | None:
-    role = next((key for key in _ROLE_KEYS if str(record.get(key)).lower() in _SPEAKERS), None)
+    is_part = record.get("type") == "message" or any(_CONVERSATION_KEY.fullmatch(str(key)) for key in record)
+    is_part = is_part and _find_names(record)[1] is None
+    speakers = {key: record.get(key) for key in (*_ROLE_KEYS, *(("user", "username") if is_part else ()))}
+    role = next((key for key, who in speakers.items() if (who and is_part) or str(who).lower() in _SPEAKERS), None)
     text = next((key for key in _TEXT_KEYS if isinstance(record.get(key), str)), None)
     if role is None or text is None:
         return None
     tree = " of a tree of replies, as in OASST" if "parent_id" in record else ""
+    documents = "; to train on every word of each, set format: text" if text == "text" else ""
     return (
         f"each record is one message ({role!r} and {text!r}){tree}. whet reads a conversation per record: join its "
-        'messages, in order, as {"messages": [{"role": "user", "content": "…"}, …]} (docs/data.md has a script)'
+        'messages, in order, as {"messages": [{"role": "user", "content": "…"}, …]} (docs/data.md has scripts)'
+        f"{documents}"
     )
 
 
@@ -171,9 +178,7 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
         if isinstance(value, dict) and any(
             is_turn_list(value.get(name), role) for name in _TURN_LISTS for role in ("role", "from")
         ):
-            return (
-                f"the messages are inside {key!r}. Write what is inside as the record: jq -c '.{key}' FILE > NEW.jsonl"
-            )
+            return f"the messages are inside {key!r}. Write what is inside as the record: {_unwrap(key)}"
         if isinstance(value, dict) and "replies" in value:
             return (
                 f"a tree of replies inside {key!r}, as in OASST. whet reads a conversation per record: write each path "
@@ -219,7 +224,23 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
     return None
 
 
+def _unwrap(key: str) -> str:
+    """The command that writes what is inside `key` of each record, in JSON Lines or an array."""
+    step = f".{key}" if key.isidentifier() and key.isascii() else f".{json.dumps(key, ensure_ascii=False)}"
+    return f"jq -c '(arrays[], objects){step}' FILE > NEW.jsonl"
+
+
 def _name_columns(record: Record, records: Sequence[Record]) -> str | None:
+    inside = [
+        key
+        for key, value in record.items()
+        if isinstance(value, dict) and any(form.recognise(value, {}) for form in FORMATS.values())
+    ]
+    if len(inside) > 1:
+        keys = ", ".join(map(repr, inside[:2]))
+        return f"the records are inside {keys}, …. Write each on a line: jq -c '.[]' FILE > NEW.jsonl"
+    if inside:
+        return f"the record is inside {inside[0]!r}. Write what is inside as the record: {_unwrap(inside[0])}"
     if (fields := find_context(records)) is not None:
         return (
             f"a question, an answer and {fields['input']!r}, which belongs to the question. Set fields: "
@@ -235,6 +256,8 @@ def _name_export(record: Record) -> str | None:
     mapping, contents = record.get("mapping"), record.get("contents")
     if isinstance(mapping, dict) and any(isinstance(node, dict) and "children" in node for node in mapping.values()):
         return "chats as ChatGPT exports them, with every version of an answer ('mapping')"
+    if is_turn_list(record.get("paragraphs"), "qas"):
+        return "questions inside paragraphs, as in SQuAD"
     if is_turn_list(contents, "parts"):
         return "chats in the form of Google's Gemini ('contents' with 'parts')"
     return None
