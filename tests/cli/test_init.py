@@ -212,6 +212,15 @@ def test_a_column_that_belongs_to_the_question_is_guessed_too(tmp_path: Path, mo
     assert columns_of("b.jsonl") == ("alpaca", fields)
 
 
+def test_more_names_of_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLAN's, and a cell of the header that Excel wrote on two lines."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"inputs": "Q?", "targets": "A.", "task": "arc"}\n')
+    assert columns_of("a.jsonl") == ("prompt-completion", {"prompt": "inputs", "completion": "targets"})
+    Path("b.csv").write_text('Question,"Answer\n(final)"\nWhere?,There.\n')
+    assert columns_of("b.csv") == ("prompt-completion", {"prompt": "Question", "completion": "Answer\n(final)"})
+
+
 def test_records_that_cannot_be_read_are_named_and_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whet: Any
 ) -> None:

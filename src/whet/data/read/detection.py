@@ -53,7 +53,7 @@ _FIELD_WORDS = {
 _CLEAR_OPTIONAL = ("system", "input")
 """Fields that belong to the question, where a record has them."""
 _SUGGESTED_FIRST = sorted(_DETECTABLE, key=lambda name: name == "text")
-_COLUMN_NAME = re.compile(r"[^\W\d].{0,30}(?<![?!.])")
+_COLUMN_NAME = re.compile(r"[^\W\d].{0,30}(?<![?!.])", re.DOTALL)
 """Not a question or a number, as the first row has them if no row names the columns."""
 _SAMPLED_RECORDS, _MAX_RECORDS_TRIED, _SAMPLED_FILES = 20, 200, 20
 
@@ -74,7 +74,8 @@ def detect_source_format(containers: Sequence[Container], source: Source) -> Det
     sample = _sample_records(itertools.chain.from_iterable(each.records() for each in containers), _SAMPLED_RECORDS)
     for each in containers[1:_SAMPLED_FILES]:
         sample += _sample_records(each.records(), 1)
-    if source.format == "auto" and (not sample or any("\0" in key for key in _record_keys([sample[0][0]]))):
+    is_text = containers[0].kind not in ("parquet", "arrow", "xlsx")
+    if source.format == "auto" and is_text and (not sample or any("\0" in key for key in _record_keys([sample[0][0]]))):
         _reject_binary(containers[0])
     try:
         chosen = detect_format([record for record, _ in sample], [place for _, place in sample], source)
@@ -142,10 +143,11 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
     found = _common_matches(each)
     if not found and any(each):
         odd = next(number for number in range(len(each)) if each[number] and not _common_matches(each[: number + 1]))
-        this, before = _format_names(each[odd]), _format_names(_common_matches(each[:odd]))
+        this, before = each[odd], _common_matches(each[:odd])
+        describe = _format_names if _format_names(this) != _format_names(before) else _describe_matches
         raise WhetError(
-            f"data.sources: {places[odd]}: the format or the field names of this record ({this}) differ from those "
-            f"before it ({before}). Make one source per format, or set format and fields"
+            f"data.sources: {places[odd]}: the format or the field names of this record ({describe(this)}) differ "
+            f"from those before it ({describe(before)}). Make one source per format, or set format and fields"
         )
     found = _drop_superseded(found)
     if {form for form, _ in found} <= {"text"} and (shape := name_shape(sample, bool(found))):
@@ -211,9 +213,9 @@ def _require_one_match(found: set[FormatMatch], sample: Sequence[Any], source: S
         raise WhetError(
             f"data.sources: {source.path}: the format is not recognised: {seen}{_advise_fields(sample, source)}"
         )
-    options = "; or ".join(sorted(_describe_match(match) for match in found))
     raise WhetError(
-        f"data.sources: {source.path}: the format is ambiguous: {seen}, so it may be {options}. Set format and fields"
+        f"data.sources: {source.path}: the format is ambiguous: {seen}, so it may be {_describe_matches(found)}. "
+        "Set format and fields"
     )
 
 
@@ -295,6 +297,10 @@ def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
     if len(texts) != 2 or not all(_COLUMN_NAME.fullmatch(key) for key in texts):
         return None
     return SuggestedFields("prompt-completion", {"prompt": texts[0], "completion": texts[1]})
+
+
+def _describe_matches(found: set[FormatMatch]) -> str:
+    return "; or ".join(sorted(_describe_match(match) for match in found))
 
 
 def _describe_match(match: FormatMatch) -> str:

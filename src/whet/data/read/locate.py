@@ -101,7 +101,9 @@ def _no_such_file(name: str, is_glob: bool) -> WhetError:
         files = sorted(file.name for file in Path(name).parent.iterdir())
         similar = difflib.get_close_matches(Path(name).name, files, n=1, cutoff=0.7)
     remedy = "Give the path of a data file, or a built-in dataset such as builtin:orders"
-    if similar:
+    if Path(name).is_symlink():
+        remedy = f"It is a link to {Path(name).readlink()}. {remedy}"
+    elif similar:
         remedy = f"Did you mean {Path(name).with_name(similar[0])}?"
     return WhetError(f"data.sources: {name}: {what} (looked in {Path.cwd()}). {remedy}")
 
@@ -241,8 +243,11 @@ def _open_by_suffix(name: str, path: Path, source: Source, suffix: str, head: by
     if suffix in _CSV_DELIMITERS:
         return CsvFile(name, path, _CSV_DELIMITERS[suffix], source.encoding)
     if suffix == ".txt":
-        if source.format not in ("text", "transcript", "marked") and is_table(path, name):
-            return CsvFile(name, path, "\t", source.encoding)
+        if source.format not in ("text", "transcript", "marked"):
+            if is_table(path, name):
+                return CsvFile(name, path, "\t", source.encoding)
+            if _holds_conversations(name, path):
+                return _open_json(name, path, source.split)
         return TextFile(name, path, source.encoding)
     if suffix in _JSON_SUFFIXES or name == "stdin":
         return _open_json(name, path, source.split)
@@ -262,6 +267,14 @@ def _may_be_json(name: str, path: Path) -> bool:
     """False for other text. Binary files are reported later, broken lines one by one."""
     first, second = _first_lines(name, path)
     return b"\0" in first or first.startswith((b"{", b"[")) or (second or b"").lstrip().startswith((b"{", b"["))
+
+
+def _holds_conversations(name: str, path: Path) -> bool:
+    """Whether a .txt file is JSON: its first line must be a conversation, so that no document is taken for one."""
+    first, _ = _first_lines(name, path)
+    if first.startswith(b"["):
+        return _is_array_in_lines(name, path)
+    return first.startswith(b"{") and _is_valid_json(first) and is_record(json.loads(first))
 
 
 def _is_array_in_lines(name: str, path: Path) -> bool:

@@ -92,12 +92,12 @@ PROMPT_COMPLETION_FIELDS = {
 QUESTION_WORDS = """
     frage anfrage eingabe pregunta consulta entrada domanda richiesta pergunta vraag pytanie вопрос запрос питання
     问题 問題 提问 質問 入力 질문 fråga spørsmål spørgsmål kysymys soru otázka kérdés întrebare ερώτηση سؤال שאלה प्रश्न
-    câu_hỏi pertanyaan คำถาม requête demande user human user_message user_input human_message
+    câu_hỏi pertanyaan คำถาม requête demande user human user_message user_input human_message inputs
 """
 ANSWER_WORDS = """
     antwort ausgabe réponse respuesta salida risposta resposta saída antwoord odpowiedź ответ відповідь 答案 回答
     答复 解答 出力 답변 대답 svar vastaus cevap yanıt odpověď odpoveď válasz răspuns απάντηση جواب إجابة תשובה उत्तर
-    câu_trả_lời trả_lời jawaban คำตอบ assistant bot gpt assistant_message bot_message model_output reply
+    câu_trả_lời trả_lời jawaban คำตอบ assistant bot gpt assistant_message bot_message model_output reply target targets
 """
 CONTEXT_WORDS = """
     kontext hintergrund contexto contexte contesto kontekst контекст bağlam context_text background passage_text
