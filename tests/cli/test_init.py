@@ -212,6 +212,17 @@ def test_a_column_that_belongs_to_the_question_is_guessed_too(tmp_path: Path, mo
     assert columns_of("b.jsonl") == ("alpaca", fields)
 
 
+def test_of_several_splits_train_is_proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = {"train": [{"Frage": "Q?", "Antwort": "A."}] * 2, "test": [{"Frage": "R?", "Antwort": "B."}]}
+    Path("a.json").write_text(json.dumps(rows))
+    [source] = proposed("a.json")["data.sources"]
+    assert (source["split"], source["fields"]) == ("train", {"prompt": "Frage", "completion": "Antwort"})
+    Path("a.json").write_text(json.dumps({"one": rows["train"], "two": rows["test"]}))
+    with pytest.raises(WhetError, match="Set split to one of them"):
+        propose_recipe("a.json", "builtin:tiny")
+
+
 def test_more_names_of_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FLAN's, and a cell of the header that Excel wrote on two lines."""
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,7 @@ import pytest
 from whet.core.errors import WhetError
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, PlainText
-from whet.data.read.sources import expected_records, read_source, source_bytes, source_fingerprint
+from whet.data.read.sources import expected_records, propose_source, read_source, source_bytes, source_fingerprint
 
 from ..conftest import line
 from .test_containers import GOOD, WRITERS, read, to_json_lines
@@ -139,6 +139,7 @@ def test_a_saved_dataset_is_read(tmp_path: Path, hub: Any) -> None:
     assert len(read(tmp_path / "two", split="test")) == 1
     with pytest.raises(WhetError, match="more than one split; set split to one of: train, test"):
         read(tmp_path / "two")
+    assert propose_source(str(tmp_path / "two")) == (Source(path=str(tmp_path / "two"), split="train"), False)
     with pytest.raises(WhetError, match="no split 'dev'"):
         read(tmp_path / "two", split="dev")
 

@@ -18,6 +18,7 @@ from whet.data.read.container import (
     Container,
     DecodedRecord,
     RawRecord,
+    SeveralSplitsError,
     detect_compression,
     estimate_count,
     json_hint,
@@ -176,9 +177,10 @@ class JsonObjectFile(Container):
         if not lists:
             return [whole]
         if len(lists) > 1:
-            raise WhetError(
+            raise SeveralSplitsError(
                 f"data.sources: {self.name}: several keys hold lists of records ({', '.join(lists)}). "
-                "Set split to one of them"
+                "Set split to one of them",
+                lists,
             )
         [(key, records)] = lists.items()
         self.note = f"records under {key!r}"

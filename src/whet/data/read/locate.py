@@ -20,7 +20,14 @@ from whet.core.files import cache_dir, hash_json, read_json, temporary_path, use
 from whet.core.plugins import load_plugin
 from whet.data.config import Source
 from whet.data.read.arrow_tables import ArrowTable, HubDataset, ParquetTable
-from whet.data.read.container import MAX_RECORD_BYTES, Container, detect_compression, marked_encoding, open_bytes
+from whet.data.read.container import (
+    MAX_RECORD_BYTES,
+    Container,
+    choose_split,
+    detect_compression,
+    marked_encoding,
+    open_bytes,
+)
 from whet.data.read.excel_files import ExcelFile
 from whet.data.read.json_files import JsonArrayFile, JsonLinesFile, JsonObjectFile, is_list_of_records, is_record
 from whet.data.read.text_files import CsvFile, TextFile, is_table
@@ -111,10 +118,7 @@ def _no_such_file(name: str, is_glob: bool) -> WhetError:
 def _files_in_folder(folder: Path, source: Source, name: str) -> list[tuple[str, Path]]:
     if (folder / "dataset_dict.json").is_file():
         splits = _read_names(folder / "dataset_dict.json", lambda content: content["splits"])
-        split = source.split or (splits[0] if len(splits) == 1 else "")
-        if split not in splits:
-            fault = f"there is no split {split!r}" if split else "there is more than one split"
-            raise WhetError(f"data.sources: {name}: {fault}; set split to one of: {', '.join(splits)}")
+        split = choose_split(name, splits, source.split)
         folder, name = folder / split, str(Path(name) / split)
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         parts = _read_names(
