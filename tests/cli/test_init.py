@@ -212,6 +212,16 @@ def test_a_column_that_belongs_to_the_question_is_guessed_too(tmp_path: Path, mo
     assert columns_of("b.jsonl") == ("alpaca", fields)
 
 
+def test_a_number_is_no_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for table in ("id,satz\na7,Ein Satz.\n", "Stelle,satz\n1,Ein Satz.\n2,Zwei Sätze.\n"):
+        Path("a.csv").write_text(table)
+        with pytest.raises(WhetError, match="the format is not recognised"):
+            propose_recipe("a.csv", "builtin:tiny")
+    Path("a.csv").write_text("Aufgabe,Ergebnis\n1 + 1,2\n2 + 2,4\n")
+    assert columns_of("a.csv") == ("prompt-completion", {"prompt": "Aufgabe", "completion": "Ergebnis"})
+
+
 def test_of_several_splits_train_is_proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = {"train": [{"Frage": "Q?", "Antwort": "A."}] * 2, "test": [{"Frage": "R?", "Antwort": "B."}]}

@@ -348,6 +348,8 @@ def test_texts_with_one_label_are_documents(read: Any, text: str) -> None:
         ({"title": "t", "current_node": "a", "mapping": {"a": {"message": None, "children": []}}},
          "chats as ChatGPT exports them"),
         ({"title": "t", "paragraphs": [{"context": "C.", "qas": []}]}, "questions inside paragraphs, as in SQuAD"),
+        ({"systemInstruction": {"parts": [{"text": "S."}]}, "contents": [{"role": "user", "parts": [{"text": "Q?"}]}]},
+         "chats in the form of Google's Gemini"),
         ({"contents": [{"role": "user", "parts": [{"text": "Q?"}]}]}, "chats in the form of Google's Gemini"),
     ],
 )  # fmt: skip
@@ -405,6 +407,7 @@ def test_the_lines_of_the_docs_write_messages(read: Any, name: str, exported: An
     [
         {"id": 1, "chat": {"messages": [USER, ANSWER]}},
         {"id": 1, "my data": {"question": "Q?", "answer": "A."}},
+        {"id": 1, "messages": {"prompt": "Q?", "completion": "A."}},
         {"id-1": {"prompt": "Q?", "completion": "A."}, "id-2": {"prompt": "Q?", "completion": "A."}},
     ],
 )
@@ -454,6 +457,21 @@ def test_messages_of_conversations_are_documents_where_the_user_says_so(read: An
     record = {"thread_id": 1, "author": "Anna", "text": "Some words."}
     assert "to train on every word of each, set format: text" in refusal(read, record)
     assert isinstance(read(record, format="text")[0], PlainText)
+
+
+@pytest.mark.parametrize("label", ["bad", "0", "good"])
+def test_texts_with_a_label_are_no_documents(read: Any, label: str) -> None:
+    """A label that is the answer is no mark of KTO."""
+    record = {"text": "A film.", "label": label}
+    message = refusal(read, record)
+    assert turns(read(record, **remedy(message))[0]) == [("user", "A film."), ("assistant", label)]
+    assert isinstance(read(record, format="text")[0], PlainText)
+    assert "with words in place of its numbers" in refusal(read, {**record, "label": 0})
+
+
+def test_the_languages_of_a_translation_are_unwrapped(read: Any) -> None:
+    message = refusal(read, {"translation": {"de": "Hund", "en": "dog"}})
+    assert "jq -c '(arrays[], objects).translation' FILE > NEW.jsonl" in message
 
 
 def test_the_script_for_messages_with_the_id_of_their_conversation(

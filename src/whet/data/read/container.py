@@ -119,7 +119,7 @@ def json_hint(error: json.JSONDecodeError) -> str:
     if error.msg == "Extra data" and rest.strip() == ",":
         return ". Remove the comma after the record; if the file is one JSON array, name it .json"
     if error.msg == "Extra data" and rest[:1] in ("{", "["):
-        return ". Another record follows: write one record a line (.jsonl)"
+        return ". Another record follows: write one record a line (.jsonl): jq -c . OLD > NEW.jsonl"
     if rest.startswith(_PYTHON_CONSTANTS) or rest[:1] == "'":
         return ". This is Python, not JSON: write it with json.dumps, which uses double quotes, null, true and false"
     if rest[:1] in ("“", "”", "„", "‘", "’"):

@@ -55,6 +55,7 @@ _CLEAR_OPTIONAL = ("system", "input")
 _SUGGESTED_FIRST = sorted(_DETECTABLE, key=lambda name: name == "text")
 _COLUMN_NAME = re.compile(r"[^\W\d].{0,30}(?<![?!.])", re.DOTALL)
 """Not a question or a number, as the first row has them if no row names the columns."""
+_ID_NAME = re.compile(r"(?:.*[_ ])?(?:id|uuid|idx|index|nr|key|url)\.?", re.IGNORECASE)
 _SAMPLED_RECORDS, _MAX_RECORDS_TRIED, _SAMPLED_FILES = 20, 200, 20
 
 FormatMatch = tuple[str, tuple[tuple[str, str], ...]]
@@ -296,6 +297,8 @@ def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
     ]
     if len(texts) != 2 or not all(_COLUMN_NAME.fullmatch(key) for key in texts):
         return None
+    if _ID_NAME.fullmatch(texts[0]) or all(r[texts[0]].strip().isdigit() for r in sample if isinstance(r, dict)):
+        return None
     return SuggestedFields("prompt-completion", {"prompt": texts[0], "completion": texts[1]})
 
 
@@ -335,7 +338,7 @@ def _describe_format(form: str, names: Mapping[str, str], sample: Sequence[Any])
     inner = FORMATS[form].turn_fields
     outer = {name: field for field, name in names.items() if field not in inner and name in keys}
     for field, known in FORMATS[form].optional.items():
-        outer |= {name: field for name in known if field not in names and name in keys}
+        outer |= {name: field for name in known if field not in names and name in keys and name not in outer}
     order = sorted(outer, key=lambda name: (outer[name] not in _TURN_LISTS, keys.index(name)))
     used = [name if outer[name] in (name, *_TURN_LISTS) else f"{name} as {outer[name]}" for name in order]
     if inner:

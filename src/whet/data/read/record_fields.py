@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import difflib
 import itertools
 import json
@@ -80,10 +82,18 @@ def _reject_constant(name: str) -> Any:
 
 
 def decode_list(value: Any, place: str) -> Any:
-    """Decode a list given as a JSON string, as tables have it; return any other value unchanged."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
+    """Decode a list given as a string, as tables have it: JSON, or Python, which pandas writes into CSV files. Return
+    any other value unchanged."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
         return parse_json(value, place)
-    return value
+    except BadRecordError as error:
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return ast.literal_eval(value.strip())
+        is_python = value.lstrip("[ \n").startswith("{'")
+        hint = ". It is printed by Python; write JSON Lines: to_json(FILE, orient='records', lines=True)"
+        raise BadRecordError(error.reason, f"{error}{hint * is_python}") from None
 
 
 def require_object(record: Any, example: str) -> Mapping[str, Any]:

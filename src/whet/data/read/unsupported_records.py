@@ -69,6 +69,8 @@ def _reject_keys(record: Record, parsed: ParsedRecord, names: Mapping[str, str])
             "weight and train do not apply to a whole record. Set them for its messages, or weight for the source",
         )
     name, label = find_optional(record, "label", RECORD_FIELDS["label"], names)
+    if any(name == used for field, used in names.items() if field != "label"):
+        return
     if (label.lower() if isinstance(label, str) else label) in _NEGATIVE_LABELS:
         raise BadRecordError(
             "negative label",
@@ -141,7 +143,7 @@ def name_shape(sample: Sequence[Any], recognised: bool) -> str | None:
     """The name of a known shape that no format reads, with a remedy; only what `text` would misread if `recognised`."""
     records = [record for record in sample if isinstance(record, dict)]
     for record in records:
-        if name := _name_single_message(record) or (
+        if name := (_name_single_message(record) or _name_classification(record)) or (
             None if recognised else _name_structure(record, records) or _name_columns(record, records)
         ):
             return name
@@ -172,8 +174,23 @@ def _name_single_message(record: Record) -> str | None:
     )
 
 
+def _name_classification(record: Record) -> str | None:
+    """Texts with a label: `text` would train on their words and drop the label."""
+    label = next((key for key in ("label", "labels") if isinstance(record.get(key), (str, int))), None)
+    if label is None or not isinstance(record.get("text"), str):
+        return None
+    words = "" if isinstance(record[label], str) else ", with words in place of its numbers"
+    return (
+        f"texts with a label ({label!r}), as for classification. To train on the label as the answer{words}, set "
+        f"format: prompt-completion and fields: {{prompt: text, completion: {label}}}; to train on every word of the "
+        "texts, set format: text"
+    )
+
+
 def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
     keys = record.keys()
+    if shape := _name_export(record):
+        return f"{shape}. docs/data.md has a line that writes them as messages"
     for key, value in record.items():
         if isinstance(value, dict) and any(
             is_turn_list(value.get(name), role) for name in _TURN_LISTS for role in ("role", "from")
@@ -193,8 +210,6 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
             f"the records are inside {inside!r}, several to a line. Write each into one: jq -c '.{inside}[]' FILE > "
             "NEW.jsonl"
         )
-    if shape := _name_export(record):
-        return f"{shape}. docs/data.md has a line that writes them as messages"
     for key in _TURN_LISTS:
         turns = record.get(key)
         if isinstance(turns, list) and turns and isinstance(turns[0], (str, dict)):
@@ -224,6 +239,11 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
     return None
 
 
+def _has_texts(value: Record) -> bool:
+    """Whether it may be a question and an answer, or the languages of a translation."""
+    return len(value) > 1 and all(isinstance(text, str) and text for text in value.values())
+
+
 def _unwrap(key: str) -> str:
     """The command that writes what is inside `key` of each record, in JSON Lines or an array."""
     step = f".{key}" if key.isidentifier() and key.isascii() else f".{json.dumps(key, ensure_ascii=False)}"
@@ -234,7 +254,8 @@ def _name_columns(record: Record, records: Sequence[Record]) -> str | None:
     inside = [
         key
         for key, value in record.items()
-        if isinstance(value, dict) and any(form.recognise(value, {}) for form in FORMATS.values())
+        if isinstance(value, dict)
+        and (_has_texts(value) or any(form.recognise(value, {}) for form in FORMATS.values()))
     ]
     if len(inside) > 1:
         keys = ", ".join(map(repr, inside[:2]))
