@@ -22,7 +22,16 @@ from .test_containers import GOOD, WRITERS, read, to_json_lines
 
 
 def test_a_folder_is_read_recursively_in_sorted_order(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a/z.json", "a/c.jsonl.gz", "c.parquet", "README.md", ".hidden/a.jsonl", ".x.jsonl"):
+    for name in (
+        "b.jsonl",
+        "a/z.json",
+        "a/c.jsonl.gz",
+        "c.parquet",
+        "README.md",
+        "dataset_infos.json",
+        ".hidden/a.jsonl",
+        ".x.jsonl",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         WRITERS.get(Path(name).name, WRITERS["a.jsonl"])(tmp_path / name, [json.loads(GOOD)])
     (tmp_path / "a/c.jsonl.gz").write_bytes(gzip.compress(GOOD.encode()))

@@ -130,6 +130,7 @@ def _files_in_folder(folder: Path, source: Source, name: str) -> list[tuple[str,
         path
         for path in folder.rglob("*")
         if data_suffix(path) in wanted
+        and path.name not in _DATASET_CARDS
         and path.is_file()
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
@@ -174,6 +175,10 @@ DATA_SUFFIXES = (
     *_JSONL_SUFFIXES, *_JSON_SUFFIXES, *_PARQUET_SUFFIXES, *_ARROW_SUFFIXES, *_CSV_DELIMITERS, *_EXCEL_SUFFIXES, ".txt",
 )  # fmt: skip
 """Suffixes of data files; other files in a folder are ignored."""
+
+
+_DATASET_CARDS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+"""What the datasets library writes beside the data of a folder."""
 
 
 def data_suffix(path: Path) -> str:

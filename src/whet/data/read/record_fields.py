@@ -19,6 +19,8 @@ _TYPE_NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or fa
 _NUMBERS = (int, float)
 EMPTY_VALUES: tuple[Any, ...] = (None, [], {}, "")
 """Values that mean the same as an absent field."""
+_PYTHON_OBJECTS, _MAX_PYTHON = re.compile(r"\s*\[\s*\{\s*'"), 2**20
+"""Python's syntax tree of a text takes hundreds of times its memory."""
 _ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
@@ -89,11 +91,13 @@ def decode_list(value: Any, place: str) -> Any:
     try:
         return parse_json(value, place)
     except BadRecordError as error:
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            return ast.literal_eval(value.strip())
-        is_python = value.lstrip("[ \n").startswith("{'")
-        hint = ". It is printed by Python; write JSON Lines: to_json(FILE, orient='records', lines=True)"
-        raise BadRecordError(error.reason, f"{error}{hint * is_python}") from None
+        if not _PYTHON_OBJECTS.match(value):
+            raise
+        if len(value) < _MAX_PYTHON:
+            with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+                return ast.literal_eval(value.strip())
+        hint = "It is printed by Python; write JSON Lines: to_json(FILE, orient='records', lines=True)"
+        raise BadRecordError(error.reason, f"{error}. {hint}") from None
 
 
 def require_object(record: Any, example: str) -> Mapping[str, Any]:
