@@ -408,17 +408,23 @@ def test_the_lines_of_the_docs_write_messages(read: Any, name: str, exported: An
         {"id": 1, "chat": {"messages": [USER, ANSWER]}},
         {"id": 1, "my data": {"question": "Q?", "answer": "A."}},
         {"id": 1, "messages": {"prompt": "Q?", "completion": "A."}},
+        {"id": 1, "system": "Be kind.", "rows": [{"prompt": "Q?", "completion": "A."}] * 2},
         {"id-1": {"prompt": "Q?", "completion": "A."}, "id-2": {"prompt": "Q?", "completion": "A."}},
     ],
 )
 def test_the_command_for_records_inside_others_works(tmp_path: Path, jsonl: Jsonl, record: Any, is_array: bool) -> None:
-    file = jsonl(json.dumps([record] if is_array and "id" in record else record), name="nested.json")
+    lines = json.dumps(record), json.dumps(record)
+    is_array = is_array and "id" in record and "rows" not in record
+    file = jsonl(
+        *([f"[{', '.join(lines)}]"] if is_array else lines if "id" in record else lines[:1]), name="nested.json"
+    )
     with pytest.raises(WhetError) as caught:
         propose_source(str(file))
     [program] = re.findall(r"jq -c '(.*)' FILE > NEW.jsonl", str(caught.value))
     done = subprocess.run(["jq", "-c", program, file], capture_output=True, text=True, check=True)
     for parsed in read_source(Source(path=str(jsonl(done.stdout)))):
-        assert turns(parsed) == ANSWERED
+        assert turns(parsed)[-2:] == ANSWERED
+        assert turns(parsed)[:-2] == ([("system", "Be kind.")] if "system" in record else [])
 
 
 @pytest.mark.parametrize("more", ["context", "passage", "document"])
@@ -459,14 +465,50 @@ def test_messages_of_conversations_are_documents_where_the_user_says_so(read: An
     assert isinstance(read(record, format="text")[0], PlainText)
 
 
-@pytest.mark.parametrize("label", ["bad", "0", "good"])
-def test_texts_with_a_label_are_no_documents(read: Any, label: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "answer"), [("label", "bad"), ("label", "0"), ("summary", "Good."), ("code", "a = 1"), ("answer", "A.")]
+)
+def test_texts_with_an_answer_are_no_documents(read: Any, key: str, answer: str) -> None:
     """A label that is the answer is no mark of KTO."""
-    record = {"text": "A film.", "label": label}
+    record = {"text": "A film.", "url": "x.org", key: answer}
     message = refusal(read, record)
-    assert turns(read(record, **remedy(message))[0]) == [("user", "A film."), ("assistant", label)]
+    assert turns(read(record, **remedy(message))[0]) == [("user", "A film."), ("assistant", answer)]
     assert isinstance(read(record, format="text")[0], PlainText)
-    assert "with words in place of its numbers" in refusal(read, {**record, "label": 0})
+    assert "with words in place of its numbers" in refusal(read, {**record, key: 0})
+
+
+@pytest.mark.parametrize(("role", "text"), [("sender", "text"), ("speaker", "content"), ("author", "message")])
+def test_messages_with_other_names_are_proposed(read: Any, jsonl: Jsonl, role: str, text: str) -> None:
+    """As Claude exports them: `whet` named them records, and its command wrote each message into a line of its own."""
+    spoken = [
+        {"uuid": str(n), role: who, text: words} for n, (who, words) in enumerate([("human", "Q?"), ("gpt", "A.")])
+    ]
+    record = {"uuid": "7", "name": "A chat", "chat_messages": spoken}
+    [parsed] = read(record, **remedy(refusal(read, record)))
+    assert turns(parsed) == ANSWERED
+    source, is_guessed = propose_source(str(jsonl(json.dumps(record))))
+    assert (is_guessed, [turns(each) for each in read_source(source)]) == (True, [ANSWERED])
+
+
+@pytest.mark.parametrize("key", ["article", "passage", "context"])
+def test_the_text_that_choices_are_about_is_in_the_question(read: Any, key: str) -> None:
+    """As in RACE: without it the answer is a guess."""
+    [parsed] = read({key: "C.", "question": "Q?", "options": ["x", "y"], "answer": "B"})
+    assert parsed.messages[0].content.startswith("C.\n\nQ?\n\n- A) x\n- B) y\n")
+    [parsed] = read({"question_stem": "Q?", "choices": {"label": ["A", "B"], "text": ["x", "y"]}, "answerKey": "B"})
+    assert parsed.messages[0].content.startswith("Q?\n\n- A) x")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"premise": "It rains.", "hypothesis": "It is wet.", "label": 1},
+     {"ctx": "He", "endings": ["a", "b"], "label": "1"},
+     {"id": "1", "content": "hi", "author": {"id": "9", "name": "Anna"}}],
+)  # fmt: skip
+def test_two_texts_that_are_no_question_and_answer(read: Any, jsonl: Jsonl, record: Any) -> None:
+    message = refusal(read, record)
+    assert "the format is not recognised: the records have" in message
+    assert_never_guessed(jsonl, message, record)
 
 
 def test_the_languages_of_a_translation_are_unwrapped(read: Any) -> None:

@@ -18,9 +18,11 @@ from whet.data.read.question_formats import ANSWER_WORDS, QUESTION_WORDS, list_c
 from whet.data.read.record_fields import closest_key, find_optional, present_names
 from whet.data.read.text_encoding import unmarked_utf16
 from whet.data.read.unsupported_records import (
+    ID_NAME,
     SCORE,
     TURN_KEYS,
     find_context,
+    find_turns,
     is_known_shape,
     name_preference,
     name_shape,
@@ -55,7 +57,6 @@ _CLEAR_OPTIONAL = ("system", "input")
 _SUGGESTED_FIRST = sorted(_DETECTABLE, key=lambda name: name == "text")
 _COLUMN_NAME = re.compile(r"[^\W\d].{0,30}(?<![?!.])", re.DOTALL)
 """Not a question or a number, as the first row has them if no row names the columns."""
-_ID_NAME = re.compile(r"(?:.*[_ ])?(?:id|uuid|idx|index|nr|key|url)\.?", re.IGNORECASE)
 _SAMPLED_RECORDS, _MAX_RECORDS_TRIED, _SAMPLED_FILES = 20, 200, 20
 
 FormatMatch = tuple[str, tuple[tuple[str, str], ...]]
@@ -254,6 +255,9 @@ def guess_fields(containers: Sequence[Container]) -> SuggestedFields | None:
     """Format and fields of records that no format recognises by itself, from the names and texts of their columns."""
     records = itertools.chain.from_iterable(each.records() for each in containers)
     sample = [record for record, _ in _sample_records(records, _SAMPLED_RECORDS)]
+    turns = [find_turns(record) for record in sample if isinstance(record, dict)]
+    if turns and turns[0] is not None and turns == turns[:1] * len(turns) and name_preference(sample) is None:
+        return SuggestedFields("sharegpt", turns[0])
     if is_known_shape(sample):
         return None
     near = suggest_fields(sample, {})
@@ -297,9 +301,15 @@ def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
     ]
     if len(texts) != 2 or not all(_COLUMN_NAME.fullmatch(key) for key in texts):
         return None
-    if _ID_NAME.fullmatch(texts[0]) or all(r[texts[0]].strip().isdigit() for r in sample if isinstance(r, dict)):
+    if any(isinstance(r, dict) and (r.get("label") is not None or _has_lists(r)) for r in sample):
+        return None  # two sentences and how they relate, a question and its choices
+    if ID_NAME.fullmatch(texts[0]) or all(r[texts[0]].strip().isdigit() for r in sample if isinstance(r, dict)):
         return None
     return SuggestedFields("prompt-completion", {"prompt": texts[0], "completion": texts[1]})
+
+
+def _has_lists(record: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, list) and value for value in record.values())
 
 
 def _describe_matches(found: set[FormatMatch]) -> str:

@@ -209,10 +209,11 @@ def _has_gsm8k_result(answer: Any) -> bool:
 # The prompt lists the choices by letter; the answer is the letter. The wording of the prompt is whet's own.
 
 MULTIPLE_CHOICE_FIELDS = {
-    "question": ("question",),
+    "question": ("question", "question_stem"),
     "choices": ("choices", "options"),
     "answer": ("answer", "answerKey"),
 }
+MULTIPLE_CHOICE_OPTIONAL = {"context": ("context", "passage", "article", "document")}
 _MULTIPLE_CHOICE_EXAMPLE = '{"question": "…", "choices": ["…", "…"], "answer": 1}'
 
 
@@ -254,6 +255,9 @@ def read_multiple_choice(record: Any, names: Mapping[str, str]) -> tuple[str, li
     """(question, choices, index of the correct choice); raises BadRecordError."""
     record = list_choices(require_object(record, _MULTIPLE_CHOICE_EXAMPLE))
     question = require_nonempty(require_field(record, names["question"]), f"'{names['question']}'")
+    name, context = find_optional(record, "context", MULTIPLE_CHOICE_OPTIONAL["context"], names)
+    if context is not None:
+        question = f"{require_text(context, f'{name!r}')}\n\n{question}"
     texts, labels = _parse_choices(require_field(record, names["choices"]), names["choices"])
     correct = _correct_choice(require_field(record, names["answer"]), labels, len(texts), names["answer"])
     return question, texts, correct

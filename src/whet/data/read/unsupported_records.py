@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from whet.data.read.question_formats import (
     QUESTION_WORDS,
 )
 from whet.data.read.record_fields import EMPTY_VALUES, closest_key, find_optional, shorten
+from whet.data.read.sharegpt import SHAREGPT_ROLES
 
 Record = Mapping[str, Any]
 
@@ -85,6 +87,8 @@ _REJECTED_WORDS, _CHOSEN_WORDS = {"rejected", "dispreferred"}, ("chosen", "prefe
 _ROLE_KEYS = ("role", "from", "speaker", "author", "sender")
 _SPEAKERS = {"user", "human", "prompter", "assistant", "gpt", "bot", "system", "tool", "chatgpt", "model"}
 _CONVERSATION_KEY = re.compile(r"(?:conversation|conv|dialog(?:ue)?|chat|thread|session|ticket)_?id", re.IGNORECASE)
+_LABELS = ("label", "labels", "summary", "code")
+ID_NAME = re.compile(r"(?:.*[_ ])?(?:id|uuid|idx|index|nr|key|url)\.?", re.IGNORECASE)
 _TEXT_KEYS = ("text", "content", "value", "message", "body")
 _ANSWER_LISTS = ("completions", "responses", "answers", "generations", "outputs", "candidates", "replies")
 _PAIR = re.compile(
@@ -143,7 +147,7 @@ def name_shape(sample: Sequence[Any], recognised: bool) -> str | None:
     """The name of a known shape that no format reads, with a remedy; only what `text` would misread if `recognised`."""
     records = [record for record in sample if isinstance(record, dict)]
     for record in records:
-        if name := (_name_single_message(record) or _name_classification(record)) or (
+        if name := (_name_single_message(record) or _name_text_and_answer(record)) or (
             None if recognised else _name_structure(record, records) or _name_columns(record, records)
         ):
             return name
@@ -174,16 +178,16 @@ def _name_single_message(record: Record) -> str | None:
     )
 
 
-def _name_classification(record: Record) -> str | None:
-    """Texts with a label: `text` would train on their words and drop the label."""
-    label = next((key for key in ("label", "labels") if isinstance(record.get(key), (str, int))), None)
-    if label is None or not isinstance(record.get("text"), str):
+def _name_text_and_answer(record: Record) -> str | None:
+    """Texts with a label, a summary or an answer: `text` would train on their words and drop it."""
+    others = [key for key, value in record.items() if key != "text" and isinstance(value, (str, int))]
+    answer = closest_key((*_LABELS, *_COMPLETIONS), others, ANSWER_WORDS.split(), cutoff=1.0)
+    if answer is None or not isinstance(record.get("text"), str):
         return None
-    words = "" if isinstance(record[label], str) else ", with words in place of its numbers"
+    words = "" if isinstance(record[answer], str) else ", with words in place of its numbers"
     return (
-        f"texts with a label ({label!r}), as for classification. To train on the label as the answer{words}, set "
-        f"format: prompt-completion and fields: {{prompt: text, completion: {label}}}; to train on every word of the "
-        "texts, set format: text"
+        f"texts with {answer!r}. To train on {answer!r} as the answer{words}, set format: prompt-completion and "
+        f"fields: {{prompt: text, completion: {answer}}}; to train on every word of the texts, set format: text"
     )
 
 
@@ -201,14 +205,19 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
                 f"a tree of replies inside {key!r}, as in OASST. whet reads a conversation per record: write each path "
                 'from the root to a leaf as {"messages": […]}'
             )
+    if (fields := find_turns(record)) is not None:
+        named = ", ".join(f"{field}: {name}" for field, name in fields.items())
+        return f"messages with other names. Set format: sharegpt and fields: {{{named}}}, or let `whet init` write it"
     for key, value in record.items():
         if isinstance(value, dict) and (inside := find_records_inside(value)):
             place = f"{key}.{inside}"
             return f"the records are inside {place}. Write each on a line: jq -c '.{place}[]' FILE > NEW.jsonl"
     if inside := find_records_inside(record):
+        shared = any(isinstance(value, str) and " " in value.strip() for value in record.values())
+        each = f"del(.{inside}) + .{inside}[]" if shared else f".{inside}[]"
         return (
-            f"the records are inside {inside!r}, several to a line. Write each into one: jq -c '.{inside}[]' FILE > "
-            "NEW.jsonl"
+            f"the records are inside {inside!r}, several to a line. Write each into one: "
+            f"jq -c '{each}' FILE > NEW.jsonl"
         )
     for key in _TURN_LISTS:
         turns = record.get(key)
@@ -244,6 +253,19 @@ def _has_texts(value: Record) -> bool:
     return len(value) > 1 and all(isinstance(text, str) and text for text in value.values())
 
 
+def find_turns(record: Record) -> dict[str, str] | None:
+    """Fields as in sharegpt of a record with a list of messages under other names."""
+    for key, turns in record.items():
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            continue
+        for role, text in itertools.product(_ROLE_KEYS, _TEXT_KEYS):
+            if (role, text) in (("role", "content"), ("from", "value")):
+                continue
+            if turns and all(turn.get(role) in SHAREGPT_ROLES and isinstance(turn.get(text), str) for turn in turns):
+                return {"conversations": key, "from": role, "value": text}
+    return None
+
+
 def _unwrap(key: str) -> str:
     """The command that writes what is inside `key` of each record, in JSON Lines or an array."""
     step = f".{key}" if key.isidentifier() and key.isascii() else f".{json.dumps(key, ensure_ascii=False)}"
@@ -251,11 +273,12 @@ def _unwrap(key: str) -> str:
 
 
 def _name_columns(record: Record, records: Sequence[Record]) -> str | None:
+    only = sum(1 for key in record if not ID_NAME.fullmatch(str(key))) == 1
     inside = [
         key
         for key, value in record.items()
         if isinstance(value, dict)
-        and (_has_texts(value) or any(form.recognise(value, {}) for form in FORMATS.values()))
+        and ((only and _has_texts(value)) or any(form.recognise(value, {}) for form in FORMATS.values()))
     ]
     if len(inside) > 1:
         keys = ", ".join(map(repr, inside[:2]))
@@ -309,6 +332,8 @@ def find_records_inside(record: Record) -> str | None:
     """The key of a list of records in an object that is none itself."""
     for key, value in record.items():
         if key in (*FORMATS["messages"].required["messages"], *_ANSWER_LISTS) or not is_list_of_records(value):
+            continue
+        if find_turns({key: value}):
             continue
         if any(form.recognise(value[0], {}) for form in FORMATS.values()):
             return key
