@@ -212,6 +212,36 @@ def test_a_column_that_belongs_to_the_question_is_guessed_too(tmp_path: Path, mo
     assert columns_of("b.jsonl") == ("alpaca", fields)
 
 
+def test_a_number_is_no_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for table in ("id,satz\na7,Ein Satz.\n", "Stelle,satz\n1,Ein Satz.\n2,Zwei Sätze.\n"):
+        Path("a.csv").write_text(table)
+        with pytest.raises(WhetError, match="the format is not recognised"):
+            propose_recipe("a.csv", "builtin:tiny")
+    Path("a.csv").write_text("Aufgabe,Ergebnis\n1 + 1,2\n2 + 2,4\n")
+    assert columns_of("a.csv") == ("prompt-completion", {"prompt": "Aufgabe", "completion": "Ergebnis"})
+
+
+def test_of_several_splits_train_is_proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = {"train": [{"Frage": "Q?", "Antwort": "A."}] * 2, "test": [{"Frage": "R?", "Antwort": "B."}]}
+    Path("a.json").write_text(json.dumps(rows))
+    [source] = proposed("a.json")["data.sources"]
+    assert (source["split"], source["fields"]) == ("train", {"prompt": "Frage", "completion": "Antwort"})
+    Path("a.json").write_text(json.dumps({"one": rows["train"], "two": rows["test"]}))
+    with pytest.raises(WhetError, match="Set split to one of them"):
+        propose_recipe("a.json", "builtin:tiny")
+
+
+def test_more_names_of_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLAN's, and a cell of the header that Excel wrote on two lines."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"inputs": "Q?", "targets": "A.", "task": "arc"}\n')
+    assert columns_of("a.jsonl") == ("prompt-completion", {"prompt": "inputs", "completion": "targets"})
+    Path("b.csv").write_text('Question,"Answer\n(final)"\nWhere?,There.\n')
+    assert columns_of("b.csv") == ("prompt-completion", {"prompt": "Question", "completion": "Answer\n(final)"})
+
+
 def test_records_that_cannot_be_read_are_named_and_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whet: Any
 ) -> None:

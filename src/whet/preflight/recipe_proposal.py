@@ -238,7 +238,7 @@ def _prepare_sample(source: Source, model: str) -> Store | None:
 
 
 def _source_settings(data: DataSummary) -> list[ProposedSetting]:
-    source = {"path": data.source.path}
+    source = {"path": data.source.path} | ({"split": data.source.split} if data.source.split else {})
     reason = f"{data.note}; {data.records:,} records"
     if not data.is_guessed:
         return [ProposedSetting("data.sources", [source], reason)]

@@ -14,15 +14,24 @@ import pytest
 
 from whet.core.errors import WhetError
 from whet.data.config import Source
-from whet.data.conversation import BadRecord, Conversation
-from whet.data.read.sources import expected_records, read_source, source_bytes, source_fingerprint
+from whet.data.conversation import BadRecord, Conversation, PlainText
+from whet.data.read.sources import expected_records, propose_source, read_source, source_bytes, source_fingerprint
 
 from ..conftest import line
 from .test_containers import GOOD, WRITERS, read, to_json_lines
 
 
 def test_a_folder_is_read_recursively_in_sorted_order(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a/z.json", "a/c.jsonl.gz", "c.parquet", "README.md", ".hidden/a.jsonl", ".x.jsonl"):
+    for name in (
+        "b.jsonl",
+        "a/z.json",
+        "a/c.jsonl.gz",
+        "c.parquet",
+        "README.md",
+        "dataset_infos.json",
+        ".hidden/a.jsonl",
+        ".x.jsonl",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         WRITERS.get(Path(name).name, WRITERS["a.jsonl"])(tmp_path / name, [json.loads(GOOD)])
     (tmp_path / "a/c.jsonl.gz").write_bytes(gzip.compress(GOOD.encode()))
@@ -139,6 +148,7 @@ def test_a_saved_dataset_is_read(tmp_path: Path, hub: Any) -> None:
     assert len(read(tmp_path / "two", split="test")) == 1
     with pytest.raises(WhetError, match="more than one split; set split to one of: train, test"):
         read(tmp_path / "two")
+    assert propose_source(str(tmp_path / "two")) == (Source(path=str(tmp_path / "two"), split="train"), False)
     with pytest.raises(WhetError, match="no split 'dev'"):
         read(tmp_path / "two", split="dev")
 
@@ -179,3 +189,32 @@ def test_a_missing_library_is_named_with_the_install_command(
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(WhetError, match=rf"{library}.*pip install 'whet\[data\]'"):
         read(name if ":" in name else tmp_path / name)
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(WhetError, match=r"no such file \(looked in .*\)\. It is a link to gone\.jsonl\. Give the path"):
+        read(tmp_path / "chats.jsonl")
+
+
+def test_tables_without_rows_are_not_taken_for_binary_files(tmp_path: Path) -> None:
+    WRITERS["a.parquet"](tmp_path / "a.parquet", [])
+    assert read(tmp_path / "a.parquet") == []
+
+
+@pytest.mark.parametrize("start", ["", "[\n"])
+def test_json_named_txt_is_read_as_json(tmp_path: Path, start: str) -> None:
+    """A document of nothing but JSON records would be learned word by word, braces included."""
+    file = tmp_path / "chats.txt"
+    file.write_text(start + (",\n" if start else "\n").join([GOOD] * 3) + ("\n]" if start else ""))
+    assert [type(item) for item in read(file)] == [Conversation] * 3
+    assert [type(item) for item in read(file, format="text")] == [PlainText]
+    file.write_text("{ is a brace,\nand [ a bracket.\n")
+    assert [type(item) for item in read(file)] == [PlainText]
+
+
+def test_files_of_one_format_with_other_field_names_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Q?", "completion": "A."}\n')
+    (tmp_path / "b.csv").write_text("question,answer\nQ?,A.\n")
+    with pytest.raises(WhetError, match=r"b\.csv:2: .* \(.*prompt: question\}\) differ from .* \(.*prompt: prompt\}\)"):
+        read(tmp_path)

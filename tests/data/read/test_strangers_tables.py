@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import openpyxl
 import pytest
 
 from whet.core.errors import WhetError
-from whet.data.conversation import Conversation
-from whet.data.read.sources import SourceReader, expected_records, propose_source
+from whet.data.config import Source
+from whet.data.conversation import BadRecord, Conversation
+from whet.data.read.sources import SourceReader, expected_records, propose_source, read_source
 
 PEOPLE = {
     "cp1252": ("Frage", "Antwort", "Wie heißt die Straße {n}?", "Sie heißt »Größe {n}«, schön."),
@@ -158,3 +160,26 @@ def test_an_empty_first_sheet_is_passed_over_and_an_empty_workbook_refused(tmp_p
     texts, description = read(tmp_path / "second.xlsx")
     assert texts == [("A?", "B.")]
     assert "sheet 'Daten' (not read: 'Sheet'" in description
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
+def test_lists_in_cells_are_read(tmp_path: Path, write: Callable[[Any], str]) -> None:
+    """pandas writes them as Python, with single quotes. The role may come after a long text."""
+    turns = [("user", 'Is it "here"? ' * 99), ("assistant", "It's\nthere.")]
+    cell = write([{"content": text, "role": role} for role, text in turns]).replace('"', '""')
+    (tmp_path / "a.csv").write_text(f'id,messages\n1,"{cell}"\n')
+    assert read(tmp_path / "a.csv")[0] == [tuple(text for _, text in turns)]
+
+
+@pytest.mark.parametrize("cell", ["[{'role': 'user', 'content': open('a')}]", "[{'role': 'user'}\n {'role': 'user'}]"])
+def test_what_python_prints_but_does_not_read_is_refused(tmp_path: Path, cell: str) -> None:
+    (tmp_path / "a.csv").write_text(f'messages\n"{cell}"\n')
+    [bad] = read_source(Source(path=str(tmp_path / "a.csv")))
+    assert isinstance(bad, BadRecord)
+    assert "It is printed by Python; write JSON Lines: to_json(FILE" in bad.explanation
+
+
+def test_an_object_of_columns_that_pandas_wrote_is_read(tmp_path: Path) -> None:
+    columns = {"Frage": {"0": "Q?", "2": "R?"}, "Antwort": {"0": "A.", "2": "B."}}
+    (tmp_path / "a.json").write_text(json.dumps(columns))
+    assert read(tmp_path / "a.json")[0] == [("Q?", "A."), ("R?", "B.")]

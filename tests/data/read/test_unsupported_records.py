@@ -21,7 +21,7 @@ from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, FilteredRecord, Origin, PlainText
 from whet.data.read.detection import detect_format
 from whet.data.read.formats import FORMATS
-from whet.data.read.sources import SourceReader, read_source
+from whet.data.read.sources import SourceReader, propose_source, read_source
 from whet.data.read.unsupported_records import reject_unsupported
 
 Jsonl = Callable[..., Path]
@@ -47,6 +47,13 @@ def refusal(read: Callable[..., list[Any]], *records: Any, **options: Any) -> st
     with pytest.raises(WhetError) as caught:
         read(*records, **options)
     return str(caught.value)
+
+
+def assert_never_guessed(jsonl: Jsonl, message: str, *records: Any) -> None:
+    """`whet init` guesses columns by their names; what a known shape is takes precedence."""
+    with pytest.raises(WhetError) as caught:
+        propose_source(str(jsonl(*map(json.dumps, records))))
+    assert str(caught.value) == message
 
 
 def remedy(message: str) -> dict[str, Any]:
@@ -239,14 +246,18 @@ PREFERENCES = {
     "affixes": {"prompt": "Q?", "chosen_response": "A.", "rejected_response": "B.", "chosen-model": "x"},
     "one rejected": {"prompt": "Q?", "completion": "A.", "rejected": "B."},
     "pairs": {"question": "Q?", "response_j": "A.", "response_k": "B.", "qid": 1},
+    "several answers": {"question": "Q?", "answer1": "A.", "answer2": "B.", "answer3": "C."},
     "safe-rlhf": {"prompt": "Q?", "response_0": "A.", "response_1": "B.", "better_response_id": 0},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", PREFERENCES)
-def test_preference_data_are_named_and_the_remedy_trains_on_the_chosen_answers(read: Any, shape: str) -> None:
+def test_preference_data_are_named_and_the_remedy_trains_on_the_chosen_answers(
+    read: Any, jsonl: Jsonl, shape: str
+) -> None:
     record = PREFERENCES[shape]
     message = refusal(read, record, record)
+    assert_never_guessed(jsonl, message, record, record)
     assert ": preference data ('" in message
     parsed = read(record, record, **remedy(message))
     system = [("system", "S.")] if "system" in record else []
@@ -322,7 +333,10 @@ def test_texts_with_one_label_are_documents(read: Any, text: str) -> None:
          "each record is one message ('role' and 'text') of a tree of replies, as in OASST"),
         ({"conversation_id": 3, "role": "user", "content": "Q?"}, "each record is one message ('role' and 'content')"),
         ({"from": "human", "value": "Q?"}, "each record is one message ('from' and 'value')"),
-        ({"message_tree_id": "a", "prompt": {"text": "Q?", "role": "prompter", "replies": []}}, "a tree of replies"),
+        ({"dialog_id": "7", "speaker": "customer", "text": "Q?"}, "each record is one message ('speaker' and 'text')"),
+        ({"type": "message", "user": "U7", "text": "Q?"}, "each record is one message ('user' and 'text')"),
+        ({"message_tree_id": "a", "tree_state": "ready", "prompt": {"text": "Q?", "role": "prompter", "replies": []}},
+         "a tree of replies"),
         ({"conversation": {"messages": [USER, ANSWER]}, "id": 1}, "the messages are inside 'conversation'"),
         ({"custom_id": "1", "body": {"messages": [USER]}}, "the messages are inside 'body'"),
         ({"data": ["Q?", "A."]}, "'data' is a list of texts without speakers"),
@@ -331,12 +345,18 @@ def test_texts_with_one_label_are_documents(read: Any, text: str) -> None:
         ({"instruction": "Q?", "completions": [{"response": "A."}]}, "several answers to a question ('completions')"),
         ({"question": "Q?", "answers": [{"text": "A.", "pm_score": 3}]}, "several answers to a question ('answers')"),
         ({"prompt": "Q?", "id": 3}, "a question ('prompt') without a known answer"),
-        ({"title": "t", "mapping": {"a": {"message": None, "children": []}}}, "chats as ChatGPT exports them"),
+        ({"title": "t", "current_node": "a", "mapping": {"a": {"message": None, "children": []}}},
+         "chats as ChatGPT exports them"),
+        ({"title": "t", "paragraphs": [{"context": "C.", "qas": []}]}, "questions inside paragraphs, as in SQuAD"),
+        ({"systemInstruction": {"parts": [{"text": "S."}]}, "contents": [{"role": "user", "parts": [{"text": "Q?"}]}]},
+         "chats in the form of Google's Gemini"),
         ({"contents": [{"role": "user", "parts": [{"text": "Q?"}]}]}, "chats in the form of Google's Gemini"),
     ],
 )  # fmt: skip
-def test_a_shape_is_refused_by_name(read: Any, record: Any, name: str) -> None:
-    assert name in refusal(read, record, record)
+def test_a_shape_is_refused_by_name(read: Any, jsonl: Jsonl, record: Any, name: str) -> None:
+    message = refusal(read, record, record)
+    assert name in message
+    assert_never_guessed(jsonl, message, record, record)
 
 
 CHATGPT = [{"current_node": "d", "mapping": {
@@ -354,6 +374,11 @@ GEMINI = {
     ]
 }
 GEMINI_WITH_SYSTEM = GEMINI | {"systemInstruction": {"parts": [{"text": "S."}]}}
+SQUAD = {
+    "data": [{"paragraphs": [{"context": "C.", "qas": [
+        {"question": "None?", "answers": []}, {"question": "Q?", "answers": [{"text": "A."}, {"text": "B."}]},
+    ]}]}]
+}  # fmt: skip
 ANSWERED = [("user", "Q?"), ("assistant", "A.")]
 
 
@@ -363,6 +388,7 @@ ANSWERED = [("user", "Q?"), ("assistant", "A.")]
     [
         ("chatgpt.jq", CHATGPT, ANSWERED),
         ("gemini.jq", GEMINI, ANSWERED),
+        ("squad.jq", SQUAD, [("user", "Q?\n\nC."), ("assistant", "A.")]),
         ("gemini.jq", GEMINI_WITH_SYSTEM, [("system", "S."), *ANSWERED]),
     ],
 )
@@ -372,6 +398,33 @@ def test_the_lines_of_the_docs_write_messages(read: Any, name: str, exported: An
     done = subprocess.run(["jq", "-c", program], input=json.dumps(exported), capture_output=True, text=True, check=True)
     [parsed] = read(json.loads(done.stdout))
     assert turns(parsed) == expected
+
+
+@pytest.mark.system("jq")
+@pytest.mark.parametrize("is_array", [False, True])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"id": 1, "chat": {"messages": [USER, ANSWER]}},
+        {"id": 1, "my data": {"question": "Q?", "answer": "A."}},
+        {"id": 1, "messages": {"prompt": "Q?", "completion": "A."}},
+        {"id": 1, "system": "Be kind.", "rows": [{"prompt": "Q?", "completion": "A."}] * 2},
+        {"id-1": {"prompt": "Q?", "completion": "A."}, "id-2": {"prompt": "Q?", "completion": "A."}},
+    ],
+)
+def test_the_command_for_records_inside_others_works(tmp_path: Path, jsonl: Jsonl, record: Any, is_array: bool) -> None:
+    lines = json.dumps(record), json.dumps(record)
+    is_array = is_array and "id" in record and "rows" not in record
+    file = jsonl(
+        *([f"[{', '.join(lines)}]"] if is_array else lines if "id" in record else lines[:1]), name="nested.json"
+    )
+    with pytest.raises(WhetError) as caught:
+        propose_source(str(file))
+    [program] = re.findall(r"jq -c '(.*)' FILE > NEW.jsonl", str(caught.value))
+    done = subprocess.run(["jq", "-c", program, file], capture_output=True, text=True, check=True)
+    for parsed in read_source(Source(path=str(jsonl(done.stdout)))):
+        assert turns(parsed)[-2:] == ANSWERED
+        assert turns(parsed)[:-2] == ([("system", "Be kind.")] if "system" in record else [])
 
 
 @pytest.mark.parametrize("more", ["context", "passage", "document"])
@@ -404,6 +457,76 @@ def test_the_script_for_oasst_makes_a_conversation_of_each_last_answer(
         [("user", "a"), ("assistant", "c")],
         [("user", "a"), ("assistant", "b"), ("user", "d"), ("assistant", "e")],
     ]  # fmt: skip
+
+
+def test_messages_of_conversations_are_documents_where_the_user_says_so(read: Any) -> None:
+    record = {"thread_id": 1, "author": "Anna", "text": "Some words."}
+    assert "to train on every word of each, set format: text" in refusal(read, record)
+    assert isinstance(read(record, format="text")[0], PlainText)
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"), [("label", "bad"), ("label", "0"), ("summary", "Good."), ("code", "a = 1"), ("answer", "A.")]
+)
+def test_texts_with_an_answer_are_no_documents(read: Any, key: str, answer: str) -> None:
+    """A label that is the answer is no mark of KTO."""
+    record = {"text": "A film.", "url": "x.org", key: answer}
+    message = refusal(read, record)
+    assert turns(read(record, **remedy(message))[0]) == [("user", "A film."), ("assistant", answer)]
+    assert isinstance(read(record, format="text")[0], PlainText)
+    assert "with words in place of its numbers" in refusal(read, {**record, key: 0})
+
+
+@pytest.mark.parametrize(("role", "text"), [("sender", "text"), ("speaker", "content"), ("author", "message")])
+def test_messages_with_other_names_are_proposed(read: Any, jsonl: Jsonl, role: str, text: str) -> None:
+    """As Claude exports them: `whet` named them records, and its command wrote each message into a line of its own."""
+    spoken = [
+        {"uuid": str(n), role: who, text: words} for n, (who, words) in enumerate([("human", "Q?"), ("gpt", "A.")])
+    ]
+    record = {"uuid": "7", "name": "A chat", "chat_messages": spoken}
+    [parsed] = read(record, **remedy(refusal(read, record)))
+    assert turns(parsed) == ANSWERED
+    source, is_guessed = propose_source(str(jsonl(json.dumps(record))))
+    assert (is_guessed, [turns(each) for each in read_source(source)]) == (True, [ANSWERED])
+
+
+@pytest.mark.parametrize("key", ["article", "passage", "context"])
+def test_the_text_that_choices_are_about_is_in_the_question(read: Any, key: str) -> None:
+    """As in RACE: without it the answer is a guess."""
+    [parsed] = read({key: "C.", "question": "Q?", "options": ["x", "y"], "answer": "B"})
+    assert parsed.messages[0].content.startswith("C.\n\nQ?\n\n- A) x\n- B) y\n")
+    [parsed] = read({"question_stem": "Q?", "choices": {"label": ["A", "B"], "text": ["x", "y"]}, "answerKey": "B"})
+    assert parsed.messages[0].content.startswith("Q?\n\n- A) x")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"premise": "It rains.", "hypothesis": "It is wet.", "label": 1},
+     {"ctx": "He", "endings": ["a", "b"], "label": "1"},
+     {"id": "1", "content": "hi", "author": {"id": "9", "name": "Anna"}}],
+)  # fmt: skip
+def test_two_texts_that_are_no_question_and_answer(read: Any, jsonl: Jsonl, record: Any) -> None:
+    message = refusal(read, record)
+    assert "the format is not recognised: the records have" in message
+    assert_never_guessed(jsonl, message, record)
+
+
+def test_the_languages_of_a_translation_are_unwrapped(read: Any) -> None:
+    message = refusal(read, {"translation": {"de": "Hund", "en": "dog"}})
+    assert "jq -c '(arrays[], objects).translation' FILE > NEW.jsonl" in message
+
+
+def test_the_script_for_messages_with_the_id_of_their_conversation(
+    read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = ["conversation_id,role,text", "1,customer,Q?", "2,customer,Q?", "1,agent,A.", "2,agent,A."]
+    Path("rows.csv").write_text("\n".join(lines))
+    with pytest.raises(WhetError, match="each record is one message"):
+        propose_source("rows.csv")
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    exec(page.split("```python\n")[2].partition("```")[0], {})
+    assert [turns(each) for each in read_source(Source(path="chats.jsonl"))] == [ANSWERED] * 2
 
 
 # Choices, and what is not used

@@ -13,7 +13,7 @@ from whet.core.errors import BadRecordError, WhetError
 from whet.core.files import user_path
 from whet.core.hub import is_hub_name, reach_hub
 from whet.core.limits import limited
-from whet.data.read.container import Container, RawRecord, require_pyarrow
+from whet.data.read.container import Container, RawRecord, choose_split, require_pyarrow
 
 _BATCH_ROWS, _BATCH_BYTES = 128, 2**28
 _BATCH_SECONDS = 60.0
@@ -218,8 +218,5 @@ def _load_dataset(name: str, subset: str | None, split: str | None) -> tuple[Any
             f"data.sources: hub:{name}: cannot load the dataset: {first_line}. Check its name, its subset and the "
             "network; for a downloaded folder, give its path"
         ) from None
-    chosen = split or (next(iter(found)) if len(found) == 1 else "")
-    if chosen not in found:
-        fault = f"there is no split {split!r}" if split else "there is more than one split"
-        raise WhetError(f"data.sources: hub:{name}: {fault}; set split to one of: {', '.join(found)}")
+    chosen = choose_split(f"hub:{name}", list(found), split)
     return found[chosen], chosen

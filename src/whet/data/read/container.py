@@ -9,7 +9,7 @@ import io
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
@@ -119,7 +119,7 @@ def json_hint(error: json.JSONDecodeError) -> str:
     if error.msg == "Extra data" and rest.strip() == ",":
         return ". Remove the comma after the record; if the file is one JSON array, name it .json"
     if error.msg == "Extra data" and rest[:1] in ("{", "["):
-        return ". Another record follows: write one record a line (.jsonl)"
+        return ". Another record follows: write one record a line (.jsonl): jq -c . OLD > NEW.jsonl"
     if rest.startswith(_PYTHON_CONSTANTS) or rest[:1] == "'":
         return ". This is Python, not JSON: write it with json.dumps, which uses double quotes, null, true and false"
     if rest[:1] in ("“", "”", "„", "‘", "’"):
@@ -129,6 +129,24 @@ def json_hint(error: json.JSONDecodeError) -> str:
     if not rest or error.msg.startswith("Unterminated string"):
         return ". The record ends too early: the file is truncated, or a line break cuts the record in two"
     return ""
+
+
+class SeveralSplitsError(WhetError):
+    """A dataset has several splits, and the source names none of them."""
+
+    def __init__(self, message: str, splits: Iterable[str]) -> None:
+        super().__init__(message)
+        self.splits = tuple(splits)
+
+
+def choose_split(place: str, splits: Sequence[str], split: str | None) -> str:
+    """The split that a source names, or the only one."""
+    known = f"set split to one of: {', '.join(splits)}"
+    if split and split not in splits:
+        raise WhetError(f"data.sources: {place}: there is no split {split!r}; {known}")
+    if not split and len(splits) != 1:
+        raise SeveralSplitsError(f"data.sources: {place}: there is more than one split; {known}", splits)
+    return split or splits[0]
 
 
 class Container(ABC):

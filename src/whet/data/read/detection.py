@@ -18,9 +18,12 @@ from whet.data.read.question_formats import ANSWER_WORDS, QUESTION_WORDS, list_c
 from whet.data.read.record_fields import closest_key, find_optional, present_names
 from whet.data.read.text_encoding import unmarked_utf16
 from whet.data.read.unsupported_records import (
+    ID_NAME,
     SCORE,
     TURN_KEYS,
     find_context,
+    find_turns,
+    is_known_shape,
     name_preference,
     name_shape,
     name_unanswered,
@@ -52,7 +55,7 @@ _FIELD_WORDS = {
 _CLEAR_OPTIONAL = ("system", "input")
 """Fields that belong to the question, where a record has them."""
 _SUGGESTED_FIRST = sorted(_DETECTABLE, key=lambda name: name == "text")
-_COLUMN_NAME = re.compile(r"[^\W\d].{0,30}(?<![?!.])")
+_COLUMN_NAME = re.compile(r"[^\W\d].{0,30}(?<![?!.])", re.DOTALL)
 """Not a question or a number, as the first row has them if no row names the columns."""
 _SAMPLED_RECORDS, _MAX_RECORDS_TRIED, _SAMPLED_FILES = 20, 200, 20
 
@@ -73,7 +76,8 @@ def detect_source_format(containers: Sequence[Container], source: Source) -> Det
     sample = _sample_records(itertools.chain.from_iterable(each.records() for each in containers), _SAMPLED_RECORDS)
     for each in containers[1:_SAMPLED_FILES]:
         sample += _sample_records(each.records(), 1)
-    if source.format == "auto" and (not sample or any("\0" in key for key in _record_keys([sample[0][0]]))):
+    is_text = containers[0].kind not in ("parquet", "arrow", "xlsx")
+    if source.format == "auto" and is_text and (not sample or any("\0" in key for key in _record_keys([sample[0][0]]))):
         _reject_binary(containers[0])
     try:
         chosen = detect_format([record for record, _ in sample], [place for _, place in sample], source)
@@ -141,10 +145,11 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
     found = _common_matches(each)
     if not found and any(each):
         odd = next(number for number in range(len(each)) if each[number] and not _common_matches(each[: number + 1]))
-        this, before = _format_names(each[odd]), _format_names(_common_matches(each[:odd]))
+        this, before = each[odd], _common_matches(each[:odd])
+        describe = _format_names if _format_names(this) != _format_names(before) else _describe_matches
         raise WhetError(
-            f"data.sources: {places[odd]}: the format or the field names of this record ({this}) differ from those "
-            f"before it ({before}). Make one source per format, or set format and fields"
+            f"data.sources: {places[odd]}: the format or the field names of this record ({describe(this)}) differ "
+            f"from those before it ({describe(before)}). Make one source per format, or set format and fields"
         )
     found = _drop_superseded(found)
     if {form for form, _ in found} <= {"text"} and (shape := name_shape(sample, bool(found))):
@@ -210,9 +215,9 @@ def _require_one_match(found: set[FormatMatch], sample: Sequence[Any], source: S
         raise WhetError(
             f"data.sources: {source.path}: the format is not recognised: {seen}{_advise_fields(sample, source)}"
         )
-    options = "; or ".join(sorted(_describe_match(match) for match in found))
     raise WhetError(
-        f"data.sources: {source.path}: the format is ambiguous: {seen}, so it may be {options}. Set format and fields"
+        f"data.sources: {source.path}: the format is ambiguous: {seen}, so it may be {_describe_matches(found)}. "
+        "Set format and fields"
     )
 
 
@@ -250,6 +255,11 @@ def guess_fields(containers: Sequence[Container]) -> SuggestedFields | None:
     """Format and fields of records that no format recognises by itself, from the names and texts of their columns."""
     records = itertools.chain.from_iterable(each.records() for each in containers)
     sample = [record for record, _ in _sample_records(records, _SAMPLED_RECORDS)]
+    turns = [find_turns(record) for record in sample if isinstance(record, dict)]
+    if turns and turns[0] is not None and turns == turns[:1] * len(turns) and name_preference(sample) is None:
+        return SuggestedFields("sharegpt", turns[0])
+    if is_known_shape(sample):
+        return None
     near = suggest_fields(sample, {})
     if (near is None or near.format == "prompt-completion") and (context := find_context(sample)) is not None:
         return SuggestedFields("alpaca", context)
@@ -291,7 +301,19 @@ def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
     ]
     if len(texts) != 2 or not all(_COLUMN_NAME.fullmatch(key) for key in texts):
         return None
+    if any(isinstance(r, dict) and (r.get("label") is not None or _has_lists(r)) for r in sample):
+        return None  # two sentences and how they relate, a question and its choices
+    if ID_NAME.fullmatch(texts[0]) or all(r[texts[0]].strip().isdigit() for r in sample if isinstance(r, dict)):
+        return None
     return SuggestedFields("prompt-completion", {"prompt": texts[0], "completion": texts[1]})
+
+
+def _has_lists(record: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, list) and value for value in record.values())
+
+
+def _describe_matches(found: set[FormatMatch]) -> str:
+    return "; or ".join(sorted(_describe_match(match) for match in found))
 
 
 def _describe_match(match: FormatMatch) -> str:
@@ -326,7 +348,7 @@ def _describe_format(form: str, names: Mapping[str, str], sample: Sequence[Any])
     inner = FORMATS[form].turn_fields
     outer = {name: field for field, name in names.items() if field not in inner and name in keys}
     for field, known in FORMATS[form].optional.items():
-        outer |= {name: field for name in known if field not in names and name in keys}
+        outer |= {name: field for name in known if field not in names and name in keys and name not in outer}
     order = sorted(outer, key=lambda name: (outer[name] not in _TURN_LISTS, keys.index(name)))
     used = [name if outer[name] in (name, *_TURN_LISTS) else f"{name} as {outer[name]}" for name in order]
     if inner:

@@ -21,6 +21,7 @@ from whet.data.read.question_formats import (
     ALPACA_OPTIONAL,
     GSM8K_FIELDS,
     MULTIPLE_CHOICE_FIELDS,
+    MULTIPLE_CHOICE_OPTIONAL,
     PROMPT_COMPLETION_FIELDS,
     parse_alpaca,
     parse_gsm8k,
@@ -166,7 +167,12 @@ class RecordFormat(NamedTuple):
 FORMATS: dict[str, RecordFormat] = {
     "messages": RecordFormat(MESSAGES_FIELDS, recognise_messages, parse_messages, turn_fields=("role", "content")),
     "sharegpt": RecordFormat(SHAREGPT_FIELDS, recognise_sharegpt, parse_sharegpt, turn_fields=("from", "value")),
-    "multiple-choice": RecordFormat(MULTIPLE_CHOICE_FIELDS, recognise_multiple_choice, parse_multiple_choice),
+    "multiple-choice": RecordFormat(
+        MULTIPLE_CHOICE_FIELDS,
+        recognise_multiple_choice,
+        parse_multiple_choice,
+        {**MULTIPLE_CHOICE_OPTIONAL, **RECORD_FIELDS},
+    ),
     "gsm8k": RecordFormat(GSM8K_FIELDS, recognise_gsm8k, parse_gsm8k),
     "alpaca": RecordFormat(ALPACA_FIELDS, recognise_alpaca, parse_alpaca, {**ALPACA_OPTIONAL, **RECORD_FIELDS}),
     "prompt-completion": RecordFormat(PROMPT_COMPLETION_FIELDS, recognise_prompt_completion, parse_prompt_completion),

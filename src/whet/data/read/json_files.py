@@ -18,6 +18,7 @@ from whet.data.read.container import (
     Container,
     DecodedRecord,
     RawRecord,
+    SeveralSplitsError,
     detect_compression,
     estimate_count,
     json_hint,
@@ -165,6 +166,9 @@ class JsonObjectFile(Container):
 
     def _records(self) -> list[Any]:
         whole = self._read()
+        if rows := _rows_of_columns(whole):
+            self.note = "a column under each key"
+            return rows
         lists = {} if is_record(whole) else {key: value for key, value in whole.items() if is_list_of_records(value)}
         if self._split is not None:
             if self._split not in lists:
@@ -176,9 +180,10 @@ class JsonObjectFile(Container):
         if not lists:
             return [whole]
         if len(lists) > 1:
-            raise WhetError(
+            raise SeveralSplitsError(
                 f"data.sources: {self.name}: several keys hold lists of records ({', '.join(lists)}). "
-                "Set split to one of them"
+                "Set split to one of them",
+                lists,
             )
         [(key, records)] = lists.items()
         self.note = f"records under {key!r}"
@@ -201,6 +206,18 @@ class JsonObjectFile(Container):
         if not isinstance(whole, dict):
             raise WhetError(f"data.sources: {self.name}: the file is neither a JSON object nor an array of records")
         return whole
+
+
+def _rows_of_columns(whole: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records of an object of columns, {"question": {"0": …, "1": …}, "answer": {…}}, as pandas' to_json writes it;
+    none of any other object."""
+    columns = list(whole.values())
+    if len(columns) < 2 or not all(isinstance(column, dict) and "0" in column for column in columns):
+        return []
+    rows = list(columns[0])
+    if not all(row.isdigit() for row in rows) or any(list(column) != rows for column in columns):
+        return []
+    return [{name: column[row] for name, column in whole.items()} for row in rows]
 
 
 def is_record(whole: dict[str, Any]) -> bool:

@@ -20,7 +20,14 @@ from whet.core.files import cache_dir, hash_json, read_json, temporary_path, use
 from whet.core.plugins import load_plugin
 from whet.data.config import Source
 from whet.data.read.arrow_tables import ArrowTable, HubDataset, ParquetTable
-from whet.data.read.container import MAX_RECORD_BYTES, Container, detect_compression, marked_encoding, open_bytes
+from whet.data.read.container import (
+    MAX_RECORD_BYTES,
+    Container,
+    choose_split,
+    detect_compression,
+    marked_encoding,
+    open_bytes,
+)
 from whet.data.read.excel_files import ExcelFile
 from whet.data.read.json_files import JsonArrayFile, JsonLinesFile, JsonObjectFile, is_list_of_records, is_record
 from whet.data.read.text_files import CsvFile, TextFile, is_table
@@ -101,7 +108,9 @@ def _no_such_file(name: str, is_glob: bool) -> WhetError:
         files = sorted(file.name for file in Path(name).parent.iterdir())
         similar = difflib.get_close_matches(Path(name).name, files, n=1, cutoff=0.7)
     remedy = "Give the path of a data file, or a built-in dataset such as builtin:orders"
-    if similar:
+    if Path(name).is_symlink():
+        remedy = f"It is a link to {Path(name).readlink()}. {remedy}"
+    elif similar:
         remedy = f"Did you mean {Path(name).with_name(similar[0])}?"
     return WhetError(f"data.sources: {name}: {what} (looked in {Path.cwd()}). {remedy}")
 
@@ -109,10 +118,7 @@ def _no_such_file(name: str, is_glob: bool) -> WhetError:
 def _files_in_folder(folder: Path, source: Source, name: str) -> list[tuple[str, Path]]:
     if (folder / "dataset_dict.json").is_file():
         splits = _read_names(folder / "dataset_dict.json", lambda content: content["splits"])
-        split = source.split or (splits[0] if len(splits) == 1 else "")
-        if split not in splits:
-            fault = f"there is no split {split!r}" if split else "there is more than one split"
-            raise WhetError(f"data.sources: {name}: {fault}; set split to one of: {', '.join(splits)}")
+        split = choose_split(name, splits, source.split)
         folder, name = folder / split, str(Path(name) / split)
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         parts = _read_names(
@@ -124,6 +130,7 @@ def _files_in_folder(folder: Path, source: Source, name: str) -> list[tuple[str,
         path
         for path in folder.rglob("*")
         if data_suffix(path) in wanted
+        and path.name not in _DATASET_CARDS
         and path.is_file()
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
@@ -168,6 +175,10 @@ DATA_SUFFIXES = (
     *_JSONL_SUFFIXES, *_JSON_SUFFIXES, *_PARQUET_SUFFIXES, *_ARROW_SUFFIXES, *_CSV_DELIMITERS, *_EXCEL_SUFFIXES, ".txt",
 )  # fmt: skip
 """Suffixes of data files; other files in a folder are ignored."""
+
+
+_DATASET_CARDS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+"""What the datasets library writes beside the data of a folder."""
 
 
 def data_suffix(path: Path) -> str:
@@ -241,8 +252,11 @@ def _open_by_suffix(name: str, path: Path, source: Source, suffix: str, head: by
     if suffix in _CSV_DELIMITERS:
         return CsvFile(name, path, _CSV_DELIMITERS[suffix], source.encoding)
     if suffix == ".txt":
-        if source.format not in ("text", "transcript", "marked") and is_table(path, name):
-            return CsvFile(name, path, "\t", source.encoding)
+        if source.format not in ("text", "transcript", "marked"):
+            if is_table(path, name):
+                return CsvFile(name, path, "\t", source.encoding)
+            if _holds_conversations(name, path):
+                return _open_json(name, path, source.split)
         return TextFile(name, path, source.encoding)
     if suffix in _JSON_SUFFIXES or name == "stdin":
         return _open_json(name, path, source.split)
@@ -262,6 +276,14 @@ def _may_be_json(name: str, path: Path) -> bool:
     """False for other text. Binary files are reported later, broken lines one by one."""
     first, second = _first_lines(name, path)
     return b"\0" in first or first.startswith((b"{", b"[")) or (second or b"").lstrip().startswith((b"{", b"["))
+
+
+def _holds_conversations(name: str, path: Path) -> bool:
+    """Whether a .txt file is JSON: its first line must be a conversation, so that no document is taken for one."""
+    first, _ = _first_lines(name, path)
+    if first.startswith(b"["):
+        return _is_array_in_lines(name, path)
+    return first.startswith(b"{") and _is_valid_json(first) and is_record(json.loads(first))
 
 
 def _is_array_in_lines(name: str, path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,6 +41,7 @@ MESSAGES_FIELDS = {
     "content": ("content",),
 }
 _MESSAGES_EXAMPLE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
+_LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 _CHAT_ROLES = ("user", "assistant")
 
 
@@ -57,9 +59,9 @@ def recognise_messages(record: Any, fields: Mapping[str, str]) -> list[dict[str,
 
 
 def is_turn_list(turns: Any, key: str) -> bool:
-    """Whether this is a list of objects, or a JSON string of one, whose first object has `key`."""
-    if isinstance(turns, str) and f'"{key}"' in turns[:200]:
-        return True
+    """Whether this is a list of objects, or a string of one in JSON or Python, whose first object has `key`."""
+    if isinstance(turns, str) and _LIST_OF_OBJECTS.match(turns):
+        return f'"{key}"' in turns or f"'{key}'" in turns
     return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and key in turns[0]
 
 

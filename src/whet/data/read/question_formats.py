@@ -92,12 +92,12 @@ PROMPT_COMPLETION_FIELDS = {
 QUESTION_WORDS = """
     frage anfrage eingabe pregunta consulta entrada domanda richiesta pergunta vraag pytanie вопрос запрос питання
     问题 問題 提问 質問 入力 질문 fråga spørsmål spørgsmål kysymys soru otázka kérdés întrebare ερώτηση سؤال שאלה प्रश्न
-    câu_hỏi pertanyaan คำถาม requête demande user human user_message user_input human_message
+    câu_hỏi pertanyaan คำถาม requête demande user human user_message user_input human_message inputs
 """
 ANSWER_WORDS = """
     antwort ausgabe réponse respuesta salida risposta resposta saída antwoord odpowiedź ответ відповідь 答案 回答
     答复 解答 出力 답변 대답 svar vastaus cevap yanıt odpověď odpoveď válasz răspuns απάντηση جواب إجابة תשובה उत्तर
-    câu_trả_lời trả_lời jawaban คำตอบ assistant bot gpt assistant_message bot_message model_output reply
+    câu_trả_lời trả_lời jawaban คำตอบ assistant bot gpt assistant_message bot_message model_output reply target targets
 """
 CONTEXT_WORDS = """
     kontext hintergrund contexto contexte contesto kontekst контекст bağlam context_text background passage_text
@@ -209,10 +209,11 @@ def _has_gsm8k_result(answer: Any) -> bool:
 # The prompt lists the choices by letter; the answer is the letter. The wording of the prompt is whet's own.
 
 MULTIPLE_CHOICE_FIELDS = {
-    "question": ("question",),
+    "question": ("question", "question_stem"),
     "choices": ("choices", "options"),
     "answer": ("answer", "answerKey"),
 }
+MULTIPLE_CHOICE_OPTIONAL = {"context": ("context", "passage", "article", "document")}
 _MULTIPLE_CHOICE_EXAMPLE = '{"question": "…", "choices": ["…", "…"], "answer": 1}'
 
 
@@ -254,6 +255,9 @@ def read_multiple_choice(record: Any, names: Mapping[str, str]) -> tuple[str, li
     """(question, choices, index of the correct choice); raises BadRecordError."""
     record = list_choices(require_object(record, _MULTIPLE_CHOICE_EXAMPLE))
     question = require_nonempty(require_field(record, names["question"]), f"'{names['question']}'")
+    name, context = find_optional(record, "context", MULTIPLE_CHOICE_OPTIONAL["context"], names)
+    if context is not None:
+        question = f"{require_text(context, f'{name!r}')}\n\n{question}"
     texts, labels = _parse_choices(require_field(record, names["choices"]), names["choices"])
     correct = _correct_choice(require_field(record, names["answer"]), labels, len(texts), names["answer"])
     return question, texts, correct

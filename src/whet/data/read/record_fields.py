@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import difflib
 import itertools
 import json
@@ -17,6 +19,8 @@ _TYPE_NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or fa
 _NUMBERS = (int, float)
 EMPTY_VALUES: tuple[Any, ...] = (None, [], {}, "")
 """Values that mean the same as an absent field."""
+_PYTHON_OBJECTS, _MAX_PYTHON = re.compile(r"\s*\[\s*\{\s*'"), 2**20
+"""Python's syntax tree of a text takes hundreds of times its memory."""
 _ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
@@ -80,10 +84,20 @@ def _reject_constant(name: str) -> Any:
 
 
 def decode_list(value: Any, place: str) -> Any:
-    """Decode a list given as a JSON string, as tables have it; return any other value unchanged."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
+    """Decode a list given as a string, as tables have it: JSON, or Python, which pandas writes into CSV files. Return
+    any other value unchanged."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
         return parse_json(value, place)
-    return value
+    except BadRecordError as error:
+        if not _PYTHON_OBJECTS.match(value):
+            raise
+        if len(value) < _MAX_PYTHON:
+            with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+                return ast.literal_eval(value.strip())
+        hint = "It is printed by Python; write JSON Lines: to_json(FILE, orient='records', lines=True)"
+        raise BadRecordError(error.reason, f"{error}. {hint}") from None
 
 
 def require_object(record: Any, example: str) -> Mapping[str, Any]:

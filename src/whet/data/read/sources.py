@@ -26,7 +26,7 @@ from whet.data.conversation import (
     with_system,
 )
 from whet.data.read.arrow_tables import TableRow
-from whet.data.read.container import Container, DecodedRecord, RawRecord
+from whet.data.read.container import Container, DecodedRecord, RawRecord, SeveralSplitsError
 from whet.data.read.detection import detect_source_format, guess_fields
 from whet.data.read.formats import parser_of
 from whet.data.read.locate import locate_containers
@@ -114,18 +114,24 @@ def read_source(source: Source) -> Iterator[ParsedRecord]:
     return map(reader.parse, reader.records())
 
 
-def propose_source(path: str, guess: bool = True) -> tuple[Source, bool]:
+def propose_source(path: str, guess: bool = True, split: str | None = None) -> tuple[Source, bool]:
     """A source for a file, and whether its format and fields are guessed from names that mean a question and an answer;
-    raises a WhetError if nothing is recognised. `guess`: False makes a guess that error, which has the line to add."""
-    source = Source(path=path)
+    of several splits it takes `train`. Raises a WhetError if nothing is recognised. `guess`: False makes a guess that
+    error, which has the line to add."""
+    source = Source(path=path, split=split)
     try:
         SourceReader(source)
         return source, False
+    except SeveralSplitsError as error:
+        if not guess or "train" not in error.splits:
+            raise
+        return propose_source(path, split="train")
     except WhetError:
         near = guess_fields(_open_containers(source)) if guess and not source.is_builtin else None
         if near is None:
             raise
-    return Source.model_validate({"path": path, "format": near.format, "fields": near.fields}), True
+    named = {"format": near.format, "fields": near.fields}
+    return Source.model_validate({**source.model_dump(exclude_none=True), **named}), True
 
 
 def source_fingerprint(source: Source) -> dict[str, object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +21,7 @@ from whet.data.read.question_formats import (
     QUESTION_WORDS,
 )
 from whet.data.read.record_fields import EMPTY_VALUES, closest_key, find_optional, shorten
+from whet.data.read.sharegpt import SHAREGPT_ROLES
 
 Record = Mapping[str, Any]
 
@@ -68,6 +71,8 @@ def _reject_keys(record: Record, parsed: ParsedRecord, names: Mapping[str, str])
             "weight and train do not apply to a whole record. Set them for its messages, or weight for the source",
         )
     name, label = find_optional(record, "label", RECORD_FIELDS["label"], names)
+    if any(name == used for field, used in names.items() if field != "label"):
+        return
     if (label.lower() if isinstance(label, str) else label) in _NEGATIVE_LABELS:
         raise BadRecordError(
             "negative label",
@@ -81,6 +86,9 @@ def _reject_keys(record: Record, parsed: ParsedRecord, names: Mapping[str, str])
 _REJECTED_WORDS, _CHOSEN_WORDS = {"rejected", "dispreferred"}, ("chosen", "preferred", "accepted")
 _ROLE_KEYS = ("role", "from", "speaker", "author", "sender")
 _SPEAKERS = {"user", "human", "prompter", "assistant", "gpt", "bot", "system", "tool", "chatgpt", "model"}
+_CONVERSATION_KEY = re.compile(r"(?:conversation|conv|dialog(?:ue)?|chat|thread|session|ticket)_?id", re.IGNORECASE)
+_LABELS = ("label", "labels", "summary", "code")
+ID_NAME = re.compile(r"(?:.*[_ ])?(?:id|uuid|idx|index|nr|key|url)\.?", re.IGNORECASE)
 _TEXT_KEYS = ("text", "content", "value", "message", "body")
 _ANSWER_LISTS = ("completions", "responses", "answers", "generations", "outputs", "candidates", "replies")
 _PAIR = re.compile(
@@ -139,48 +147,78 @@ def name_shape(sample: Sequence[Any], recognised: bool) -> str | None:
     """The name of a known shape that no format reads, with a remedy; only what `text` would misread if `recognised`."""
     records = [record for record in sample if isinstance(record, dict)]
     for record in records:
-        if name := _name_single_message(record) or (None if recognised else _name_record(record, records)):
+        if name := (_name_single_message(record) or _name_text_and_answer(record)) or (
+            None if recognised else _name_structure(record, records) or _name_columns(record, records)
+        ):
             return name
     return None
 
 
+def is_known_shape(sample: Sequence[Any]) -> bool:
+    """Whether the records are of a shape that is no question and answer, whatever the names of its fields."""
+    records = [record for record in sample if isinstance(record, dict)]
+    named = (_name_single_message(record) or _name_structure(record, records) for record in records)
+    return name_preference(records) is not None or any(named)
+
+
 def _name_single_message(record: Record) -> str | None:
-    role = next((key for key in _ROLE_KEYS if str(record.get(key)).lower() in _SPEAKERS), None)
+    is_part = record.get("type") == "message" or any(_CONVERSATION_KEY.fullmatch(str(key)) for key in record)
+    is_part = is_part and _find_names(record)[1] is None
+    speakers = {key: record.get(key) for key in (*_ROLE_KEYS, *(("user", "username") if is_part else ()))}
+    role = next((key for key, who in speakers.items() if (who and is_part) or str(who).lower() in _SPEAKERS), None)
     text = next((key for key in _TEXT_KEYS if isinstance(record.get(key), str)), None)
     if role is None or text is None:
         return None
     tree = " of a tree of replies, as in OASST" if "parent_id" in record else ""
+    documents = "; to train on every word of each, set format: text" if text == "text" else ""
     return (
         f"each record is one message ({role!r} and {text!r}){tree}. whet reads a conversation per record: join its "
-        'messages, in order, as {"messages": [{"role": "user", "content": "…"}, …]} (docs/data.md has a script)'
+        'messages, in order, as {"messages": [{"role": "user", "content": "…"}, …]} (docs/data.md has scripts)'
+        f"{documents}"
     )
 
 
-def _name_record(record: Record, records: Sequence[Record]) -> str | None:
+def _name_text_and_answer(record: Record) -> str | None:
+    """Texts with a label, a summary or an answer: `text` would train on their words and drop it."""
+    others = [key for key, value in record.items() if key != "text" and isinstance(value, (str, int))]
+    answer = closest_key((*_LABELS, *_COMPLETIONS), others, ANSWER_WORDS.split(), cutoff=1.0)
+    if answer is None or not isinstance(record.get("text"), str):
+        return None
+    words = "" if isinstance(record[answer], str) else ", with words in place of its numbers"
+    return (
+        f"texts with {answer!r}. To train on {answer!r} as the answer{words}, set format: prompt-completion and "
+        f"fields: {{prompt: text, completion: {answer}}}; to train on every word of the texts, set format: text"
+    )
+
+
+def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
     keys = record.keys()
+    if shape := _name_export(record):
+        return f"{shape}. docs/data.md has a line that writes them as messages"
     for key, value in record.items():
         if isinstance(value, dict) and any(
             is_turn_list(value.get(name), role) for name in _TURN_LISTS for role in ("role", "from")
         ):
-            return (
-                f"the messages are inside {key!r}. Write what is inside as the record: jq -c '.{key}' FILE > NEW.jsonl"
-            )
+            return f"the messages are inside {key!r}. Write what is inside as the record: {_unwrap(key)}"
         if isinstance(value, dict) and "replies" in value:
             return (
                 f"a tree of replies inside {key!r}, as in OASST. whet reads a conversation per record: write each path "
                 'from the root to a leaf as {"messages": […]}'
             )
+    if (fields := find_turns(record)) is not None:
+        named = ", ".join(f"{field}: {name}" for field, name in fields.items())
+        return f"messages with other names. Set format: sharegpt and fields: {{{named}}}, or let `whet init` write it"
     for key, value in record.items():
         if isinstance(value, dict) and (inside := find_records_inside(value)):
             place = f"{key}.{inside}"
             return f"the records are inside {place}. Write each on a line: jq -c '.{place}[]' FILE > NEW.jsonl"
     if inside := find_records_inside(record):
+        shared = any(isinstance(value, str) and " " in value.strip() for value in record.values())
+        each = f"del(.{inside}) + .{inside}[]" if shared else f".{inside}[]"
         return (
-            f"the records are inside {inside!r}, several to a line. Write each into one: jq -c '.{inside}[]' FILE > "
-            "NEW.jsonl"
+            f"the records are inside {inside!r}, several to a line. Write each into one: "
+            f"jq -c '{each}' FILE > NEW.jsonl"
         )
-    if shape := _name_export(record):
-        return f"{shape}. docs/data.md has a line that writes them as messages"
     for key in _TURN_LISTS:
         turns = record.get(key)
         if isinstance(turns, list) and turns and isinstance(turns[0], (str, dict)):
@@ -207,6 +245,46 @@ def _name_record(record: Record, records: Sequence[Record]) -> str | None:
             f"several answers to a question ({several!r}). Write a record for each answer that is to be learned: "
             '{"prompt": "…", "completion": "…"}'
         )
+    return None
+
+
+def _has_texts(value: Record) -> bool:
+    """Whether it may be a question and an answer, or the languages of a translation."""
+    return len(value) > 1 and all(isinstance(text, str) and text for text in value.values())
+
+
+def find_turns(record: Record) -> dict[str, str] | None:
+    """Fields as in sharegpt of a record with a list of messages under other names."""
+    for key, turns in record.items():
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            continue
+        for role, text in itertools.product(_ROLE_KEYS, _TEXT_KEYS):
+            if (role, text) in (("role", "content"), ("from", "value")):
+                continue
+            if turns and all(turn.get(role) in SHAREGPT_ROLES and isinstance(turn.get(text), str) for turn in turns):
+                return {"conversations": key, "from": role, "value": text}
+    return None
+
+
+def _unwrap(key: str) -> str:
+    """The command that writes what is inside `key` of each record, in JSON Lines or an array."""
+    step = f".{key}" if key.isidentifier() and key.isascii() else f".{json.dumps(key, ensure_ascii=False)}"
+    return f"jq -c '(arrays[], objects){step}' FILE > NEW.jsonl"
+
+
+def _name_columns(record: Record, records: Sequence[Record]) -> str | None:
+    only = sum(1 for key in record if not ID_NAME.fullmatch(str(key))) == 1
+    inside = [
+        key
+        for key, value in record.items()
+        if isinstance(value, dict)
+        and ((only and _has_texts(value)) or any(form.recognise(value, {}) for form in FORMATS.values()))
+    ]
+    if len(inside) > 1:
+        keys = ", ".join(map(repr, inside[:2]))
+        return f"the records are inside {keys}, …. Write each on a line: jq -c '.[]' FILE > NEW.jsonl"
+    if inside:
+        return f"the record is inside {inside[0]!r}. Write what is inside as the record: {_unwrap(inside[0])}"
     if (fields := find_context(records)) is not None:
         return (
             f"a question, an answer and {fields['input']!r}, which belongs to the question. Set fields: "
@@ -222,6 +300,8 @@ def _name_export(record: Record) -> str | None:
     mapping, contents = record.get("mapping"), record.get("contents")
     if isinstance(mapping, dict) and any(isinstance(node, dict) and "children" in node for node in mapping.values()):
         return "chats as ChatGPT exports them, with every version of an answer ('mapping')"
+    if is_turn_list(record.get("paragraphs"), "qas"):
+        return "questions inside paragraphs, as in SQuAD"
     if is_turn_list(contents, "parts"):
         return "chats in the form of Google's Gemini ('contents' with 'parts')"
     return None
@@ -252,6 +332,8 @@ def find_records_inside(record: Record) -> str | None:
     """The key of a list of records in an object that is none itself."""
     for key, value in record.items():
         if key in (*FORMATS["messages"].required["messages"], *_ANSWER_LISTS) or not is_list_of_records(value):
+            continue
+        if find_turns({key: value}):
             continue
         if any(form.recognise(value[0], {}) for form in FORMATS.values()):
             return key
