@@ -20,7 +20,7 @@ from whet.checkpoint.load import load_checkpoint
 from whet.checkpoint.save import CheckpointSaver
 from whet.core import files
 from whet.core.distributed import Ranks
-from whet.core.errors import RunFailedError, WhetError
+from whet.core.errors import WhetError
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -183,15 +183,26 @@ def test_names_that_the_metadata_module_merely_imports_are_refused(tmp_path: Pat
         SafeStorageReader(tmp_path).read_metadata()
 
 
-def test_a_save_that_torch_aborts_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        (None, "saving a checkpoint failed after step 5"),
+        (RuntimeError("can't start new thread"), "failed after step 5: RuntimeError: can't start new thread. Earlier"),
+        (OSError(errno.EFBIG, "File too large"), "larger than the file system or `ulimit -f` allows while saving"),
+    ],
+)
+def test_a_save_that_torch_aborts_leaves_nothing_and_names_the_cause(
+    cause: Exception | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     def broken(tensors: Any, storage_writer: Any, **options: Any) -> None:
         (storage_writer.path / "__0_0.distcp").write_bytes(b"half")
-        raise CheckpointException("write", {})  # a BaseException, not an Exception
+        failures = {} if cause is None else {0: (cause, "written through inline_container.cc")}
+        raise CheckpointException("write", failures)  # type: ignore[arg-type]  # a BaseException, not an Exception
 
     monkeypatch.setattr(saving, "dcp_save", broken)
     saver = CheckpointSaver(tmp_path, *make(), ALONE)
-    with pytest.raises(RunFailedError, match="saving a checkpoint failed after step 5"), saver:
+    with pytest.raises(WhetError, match=said), saver:
         saver.save(5, {})
     assert list(tmp_path.iterdir()) == []

@@ -176,6 +176,24 @@ def test_a_fresh_demo_moves_the_old_one_aside(
     assert (tmp_path / "demo.1/metrics.jsonl").read_bytes() == (tiny_run / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        (">/dev/full", 1, "error: the result cannot be written to stdout: No space left on device"),
+        ("| true", 0, ""),  # the shell gives the code of `true`
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+        ("<&- >&- 2>&-", 0, ""),
+    ],
+)
+def test_streams_that_cannot_be_written(real_python: str, ending: str, code: int, said: str) -> None:
+    """Files that are opened later do not take the place of a closed stream, and nothing ends in a traceback."""
+    command = f"{real_python} -m whet config train.steps --json {ending}"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == code
+    assert done.stderr.startswith(said) if said else not done.stderr
+
+
 def test_idle_threads_wait_instead_of_spinning(real_python: str) -> None:
     """Set before torch is imported, unless the user did; a spinning thread takes the core from one that computes."""
     code = "import whet, os, sys; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"

@@ -272,6 +272,31 @@ def test_a_writer_knows_the_size_and_the_hash_of_its_file_also_of_one_that_it_co
         assert hash_prefix(opened, 7).hexdigest() == hash_bytes(file.read_bytes()[:7])
 
 
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_lines_of_a_file_that_is_deleted_or_replaced_are_not_lost(
+    how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "m.jsonl"
+    lines = JsonLinesWriter(file)
+    lines.write({"step": 1})
+    lines.write({"step": 2})
+    if how == "replaced":  # as editors save
+        (tmp_path / "edited").write_text('{"step": 1}\n')
+        (tmp_path / "edited").replace(file)
+    else:
+        file.unlink()
+    for step in (3, 4):
+        lines.write({"step": step})
+    assert (lines.size, lines.hash()) == (file.stat().st_size, hash_file(file))
+    lines.close()
+    assert [record["step"] for record in read_json_lines(file)[0]] == [1, 2, 3, 4]
+    said = capfd.readouterr().err
+    assert said.count(f"{file}: {how}") == 1
+    if how == "replaced":
+        assert (tmp_path / "m.1.jsonl").read_text() == '{"step": 1}\n'
+        assert "m.1.jsonl" in said
+
+
 def test_a_last_line_cut_by_a_crash_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "m.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"ste')

@@ -388,3 +388,32 @@ def test_a_folder_that_is_gone_is_noticed(how: str, tmp_path: Path) -> None:
         with pytest.raises(WhetError, match=rf"{path}: the run folder was deleted or moved .* start the run again"):
             write()
     folder.release()
+
+
+def test_a_lock_that_is_deleted_is_made_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "lock").unlink()
+    folder.require_present()
+    with pytest.raises(WhetError, match=f"in use by {socket.gethostname()} pid {os.getpid()}"):
+        RunFolder(tmp_path)
+    folder.close()
+
+
+def test_a_folder_whose_lock_was_deleted_and_taken_by_another_process_is_left_to_that(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "lock").unlink()
+    other = RunFolder(tmp_path)
+    for write in (folder.require_present, lambda: folder.set_status("running", 1, 9)):
+        with pytest.raises(WhetError, match=rf"{tmp_path}/lock: deleted while .* in use by .* pid {os.getpid()}"):
+            write()
+    folder.release()
+    other.set_status("running", 1, 9)
+    other.close()
+
+
+def test_a_stop_request_may_be_a_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "stop").mkdir()
+    assert folder.stop_requested()
+    folder.close()
+    assert not (tmp_path / "stop").exists()

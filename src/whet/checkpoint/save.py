@@ -167,7 +167,7 @@ class CheckpointSaver:
                     raise cause from None
             if self._ranks.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
-            self._error = self._as_whet_error(error, step)
+            self._error = self._as_whet_error(next(iter(unwrap_errors(error)), error), step)
 
     def _write(self, step: int, parts: StateDicts, state: dict[str, Any], temporary: Path) -> None:
         size = sum(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator, MutableMapping
 from typing import Annotated, Any
@@ -145,6 +146,7 @@ def whet(
 
 def main() -> None:
     """The entry point of the `whet` command."""
+    _open_standard_streams()
     if started_by_torchrun():
         terminate_with_parent()
     keep_exit_undisturbed()
@@ -153,6 +155,17 @@ def main() -> None:
         _run_app()
     except SystemExit as ended:
         exit_process(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+
+
+def _open_standard_streams() -> None:
+    """Open those that were closed (`2>&-`) on /dev/null: the next file that whet opens would get their number, and what
+    a library prints would be written into it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "w" if number else "r", encoding="utf-8")  # noqa: PTH123, SIM115
+            setattr(sys, name, stream)
+            if stream.fileno() != number:  # an import opened it
+                os.dup2(stream.fileno(), number)
 
 
 def _run_app() -> None:

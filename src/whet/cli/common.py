@@ -74,6 +74,8 @@ def cli_command(function: Callable[P, dict[str, Any] | None]) -> Callable[P, Non
         console.show_start()
         try:
             result = function(*args, **kwargs)
+            if as_json and result is not None and launch_env.rank() == 0:
+                console.print_json(result)
         except KeyboardInterrupt:
             _fail(CancelledError("interrupted"), as_json)
         except WhetError as error:
@@ -89,8 +91,6 @@ def cli_command(function: Callable[P, dict[str, Any] | None]) -> Callable[P, Non
                 as_json,
             )
         else:
-            if as_json and result is not None and launch_env.rank() == 0:
-                console.print_json(result)
             if result is not None and result.get("exit_code"):
                 raise typer.Exit(result["exit_code"])
         finally:

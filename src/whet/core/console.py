@@ -29,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from whet.core.display import escape_controls, escape_json_controls, mask_secrets
+from whet.core.errors import ExitCode, WhetError
 
 
 class SafeConsole(Console):
@@ -78,9 +79,14 @@ class _Stderr:
         return getattr(self._stream, name)
 
     def _detach(self) -> None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
+        _detach(self._stream)
+
+
+def _detach(stream: Any) -> None:
+    """Send what else is written to a stream to /dev/null."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 _stderr: Any = _Stderr()
@@ -192,18 +198,27 @@ def result_console() -> SafeConsole:
     return SafeConsole()
 
 
+def _write_result(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        _detach(sys.stdout)  # what is buffered would fail again at the exit
+        if isinstance(error, BrokenPipeError):  # `| head` has read enough
+            sys.exit(ExitCode.INPUT)
+        raise WhetError(f"the result cannot be written to stdout: {error.strerror}. Send it elsewhere") from None
+
+
 def print_result(text: str, end: str = "\n") -> None:
     """Print a result, such as the answer of a model, to stdout. Secrets in it are not masked."""
     end_start()
-    sys.stdout.write(escape_controls(text) + end)
-    sys.stdout.flush()
+    _write_result(escape_controls(text) + end)
 
 
 def print_json(value: dict[str, Any]) -> None:
     """Print the result of a command called with --json: one JSON object on one line of stdout."""
     end_start()
-    sys.stdout.write(escape_json_controls(json.dumps(value, ensure_ascii=False, allow_nan=False)) + "\n")
-    sys.stdout.flush()
+    _write_result(escape_json_controls(json.dumps(value, ensure_ascii=False, allow_nan=False)) + "\n")
 
 
 class ProgressBar:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from whet.core.console import warn
 from whet.core.errors import WhetError, os_error
 
 T = TypeVar("T")
@@ -359,9 +360,13 @@ def hash_json(value: Any) -> str:
 
 
 class JsonLinesWriter:
-    """An append-only file of JSON objects, one per line, that knows its size and hash."""
+    """An append-only file of JSON objects, one per line, that knows its size and hash.
+
+    If someone deletes or replaces it meanwhile, as editors do when they save, its lines are written again.
+    """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file: IO[bytes] = path.open("a+b")
         self._file.seek(0)
         self._hash = hash_prefix(self._file)
@@ -370,6 +375,8 @@ class JsonLinesWriter:
     def write(self, record: dict[str, Any]) -> None:
         """Append one object and flush it to the operating system."""
         line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        if not is_open_at(self._file, self._path):
+            self._put_back()
         self._file.write(line)
         self._file.flush()
         self._hash.update(line)
@@ -383,6 +390,25 @@ class JsonLinesWriter:
         """Sync to the disk and close."""
         os.fsync(self._file.fileno())
         self._file.close()
+
+    def _put_back(self) -> None:
+        other = move_aside(self._path).name if os.path.lexists(self._path) else None
+        self._file.seek(0)
+        atomic_write(self._path, self._file.read())
+        self._file.close()
+        self._file = self._path.open("a+b")
+        happened = f"replaced by another file, which is now {other}," if other else "deleted"
+        warn(f"{self._path}: {happened} while a run was writing to it. All lines of the run are in it again")
+
+
+def is_open_at(file: IO[Any], path: Path) -> bool:
+    """Whether `path` is still the file that was opened there; also if the file system does not answer now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
 
 
 def append_json_line(path: Path, record: dict[str, Any]) -> None:

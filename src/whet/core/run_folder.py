@@ -25,7 +25,15 @@ from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, warn
 from whet.core.display import mask_secrets
 from whet.core.errors import WhetError, os_error
-from whet.core.files import atomic_write, clear_leftovers, delete_atomically, hash_json, move_aside
+from whet.core.files import (
+    atomic_write,
+    clear_leftovers,
+    delete_atomically,
+    delete_path,
+    hash_json,
+    is_open_at,
+    move_aside,
+)
 from whet.core.heartbeat import PHASE, format_age
 from whet.core.signals import holds_open, identify_process, machine_id
 
@@ -105,16 +113,24 @@ class RunFolder:
         )
 
     def gone_error(self) -> WhetError | None:
-        """An error if someone deleted, moved or emptied the folder since this process opened it."""
-        if not self._is_gone():
-            return None
-        return WhetError(
-            f"{self.path}: the run folder was deleted or moved while the run was writing to it. If you moved it, "
-            "continue it there: run.dir=FOLDER with --resume. If you deleted it, start the run again"
-        )
+        """An error if someone deleted, moved or emptied the folder since this process opened it, or if they deleted its
+        lock and another process has taken the folder since. A lock that is only deleted is made again."""
+        if self._is_gone():
+            return WhetError(
+                f"{self.path}: the run folder was deleted or moved while the run was writing to it. If you moved it, "
+                "continue it there: run.dir=FOLDER with --resume. If you deleted it, start the run again"
+            )
+        if not self._lock.is_in_place():
+            try:
+                lock = FolderLock(self.path)
+            except WhetError as error:
+                return WhetError(f"{self.path / 'lock'}: deleted while the run was writing to its folder. Now {error}")
+            self._lock.release()
+            self._lock = lock
+        return None
 
     def require_present(self) -> None:
-        """Raise if the folder is gone: what is written from now on would be lost."""
+        """Raise if the folder is gone or another process has it: what is written from now on would be lost."""
         if error := self.gone_error():
             raise error
 
@@ -174,7 +190,7 @@ class RunFolder:
                 delete_atomically(entry)
 
     def close(self) -> None:
-        (self.path / "stop").unlink(missing_ok=True)  # it was meant for this run, not for the next
+        delete_path(self.path / "stop")  # it was meant for this run, not for the next
         self.release()
 
     def release(self) -> None:
@@ -282,7 +298,8 @@ class FolderLock:
     """Exclusive ownership of a folder while this process lives; the kernel releases it when the process dies."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = (folder / "lock").open("a+")
+        self._path = folder / "lock"
+        self._file = self._path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -302,6 +319,10 @@ class FolderLock:
         moment = now.isoformat(timespec="seconds")
         self._file.write(f"{socket.gethostname()} pid {os.getpid()} since {moment}\n{json.dumps(details)}\n")
         self._file.flush()
+
+    def is_in_place(self) -> bool:
+        """Whether the file is still there: if someone deleted it, another process may lock the folder."""
+        return is_open_at(self._file, self._path)
 
     def release(self) -> None:
         self._file.close()

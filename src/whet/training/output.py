@@ -100,6 +100,7 @@ class FolderOutput(RunOutput):
         samples: Sequence[AnsweredExample],
         losses: ConversationLosses | None,
     ) -> None:
+        self._folder.require_present()
         for sample in samples:
             self._records["samples"].write({"step": step, **sample.as_dict()})
         if losses is not None:
@@ -115,6 +116,7 @@ class FolderOutput(RunOutput):
         info(f"step {step}: {', '.join(shown)}")
 
     def write_event(self, event: dict[str, Any]) -> None:
+        self._folder.require_present()
         self._records["events"].write(event)
 
     def update_plan(self, changes: dict[str, Any]) -> None:
