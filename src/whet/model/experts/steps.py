@@ -56,6 +56,8 @@ class Activation:
     """The same as numbers, which is what kernels take; None for other functions."""
 
     def __call__(self, rows: Tensor) -> Tensor:
+        if rows.dtype != torch.float64:
+            return self.function(rows)
         with KeepFloat64():  # that of the whole pass does not reach into an operator
             return self.function(rows)
 
