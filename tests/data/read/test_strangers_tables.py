@@ -183,3 +183,9 @@ def test_an_object_of_columns_that_pandas_wrote_is_read(tmp_path: Path) -> None:
     columns = {"Frage": {"0": "Q?", "2": "R?"}, "Antwort": {"0": "A.", "2": "B."}}
     (tmp_path / "a.json").write_text(json.dumps(columns))
     assert read(tmp_path / "a.json")[0] == [("Q?", "A."), ("R?", "B.")]
+
+
+def test_line_breaks_of_windows_in_cells_are_no_text(tmp_path: Path) -> None:
+    """The model would learn to answer with carriage returns; a workbook's are left out, too."""
+    (tmp_path / "a.csv").write_bytes(b'question,answer\r\n"Q\r\nR?","A\r\nB."\r\n')
+    assert read(tmp_path / "a.csv")[0] == [("Q\nR?", "A\nB.")]

@@ -490,6 +490,13 @@ def test_messages_with_other_names_are_proposed(read: Any, jsonl: Jsonl, role: s
     assert (is_guessed, [turns(each) for each in read_source(source)]) == (True, [ANSWERED])
 
 
+@pytest.mark.parametrize("names", [("human", "gpt"), ("user", "model"), ("human", "bot")])
+def test_the_roles_of_sharegpt_in_messages_get_a_remedy(read: Any, names: tuple[str, str]) -> None:
+    record = {"messages": [{"role": names[0], "content": "Q?"}, {"role": names[1], "content": "A."}]}
+    [bad] = read(record)
+    assert turns(read(record, **remedy(bad.explanation))[0]) == ANSWERED
+
+
 @pytest.mark.parametrize("key", ["article", "passage", "context"])
 def test_the_text_that_choices_are_about_is_in_the_question(read: Any, key: str) -> None:
     """As in RACE: without it the answer is a guess."""

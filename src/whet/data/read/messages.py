@@ -204,7 +204,7 @@ def parse_message(turn: Any, number: int, role_name: str = "role", content_name:
     place = f"message {number}"
     if not isinstance(turn, dict):
         raise BadRecordError("bad message", f"{place} must be an object, not {describe_type(turn)}")
-    role = _parse_role(turn.get(role_name), place, role_name)
+    role = _parse_role(turn.get(role_name), place, role_name, content_name)
     tool_calls, reasoning = _parse_message_calls(turn, role, place), _parse_reasoning(turn, role, place)
     if content_name not in turn and not (tool_calls or reasoning):
         raise BadRecordError("bad content", f"{place} has no '{content_name}' ({describe_keys(turn, content_name)})")
@@ -232,7 +232,7 @@ _ROLE_ALIASES = {
 }  # fmt: skip
 
 
-def _parse_role(role: Any, place: str, role_name: str) -> str:
+def _parse_role(role: Any, place: str, role_name: str, content_name: str) -> str:
     if role is None:
         raise BadRecordError("no role", f"{place} has no '{role_name}'; set it to one of {', '.join(ROLES)}")
     if role == "function":  # OpenAI's deprecated name
@@ -241,6 +241,8 @@ def _parse_role(role: Any, place: str, role_name: str) -> str:
         near = _ROLE_ALIASES.get(role.strip().lower()) if isinstance(role, str) else None
         near = near or (closest_key([role.strip().lower()], ROLES) if isinstance(role, str) else None)
         hint = "" if near is None else f". Write {near!r}"
+        if role in ("human", "gpt", "chatgpt", "bot", "model"):
+            hint += f", or set format: sharegpt and fields: {{from: {role_name}, value: {content_name}}}"
         raise BadRecordError("unknown role", f"{place} has the role {shorten(role)}; known: {', '.join(ROLES)}{hint}")
     return str(role)
 

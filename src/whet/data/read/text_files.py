@@ -177,7 +177,7 @@ def _csv_record(header: list[str], row: list[str], delimiter: str) -> LazyRecord
         "".join(row).encode()
     except UnicodeEncodeError:
         return UnreadableRecord("not UTF-8", f"a field is not valid UTF-8; {SAVE_AS_UTF8}")
-    return table_record(header, row)
+    return table_record(header, [cell.replace("\r\n", "\n") for cell in row])
 
 
 _DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar", ":": "colon", "^": "caret", "~": "tilde"}
