@@ -359,8 +359,9 @@ def make_plan(config: Config, data: RunData) -> Plan:
 
 def describe_step(config: Config, plan: Plan) -> str:
     """What a step holds: `4 rows of 512 tokens, together 1,985 tokens on average`."""
-    tokens = f"together {plan.mean_step_tokens:,.0f} tokens on average"
-    if config.rows_per_step is None:
-        return f"{config.train.batch.conversations} conversations, {tokens}"
-    rows = "1 row" if config.rows_per_step == 1 else f"{config.rows_per_step} rows"
-    return f"{rows} of {config.row_length:,} tokens, {tokens}"
+    count = config.rows_per_step or config.train.batch.conversations
+    assert count is not None
+    parts = "conversation" if config.rows_per_step is None else "row"
+    length = "" if config.rows_per_step is None else f" of {config.row_length:,} tokens"
+    mean = f"{plan.mean_step_tokens:,.0f} tokens on average"
+    return f"1 {parts}{length}, {mean}" if count == 1 else f"{count} {parts}s{length}, together {mean}"

@@ -8,7 +8,7 @@ from typing import Any
 from whet.convert.configs.draft import Draft
 from whet.convert.configs.read import LAUNCHER
 from whet.convert.configs.rules import LAUNCHER_ROWS, NO_CLIPPING, fraction, put_launcher
-from whet.convert.configs.table import Kind, Rows, by_rule, no_equivalent
+from whet.convert.configs.table import Kind, Rows, by_rule, no_equivalent, not_needed
 
 _EARLY = ("dtype", "weight_decay", "dry_run", "smoke_test")
 _LATER = ("load_optimizer", "warmup_ratio", "warmdown_ratio", "final_lr_frac", "chatcore_every", "chatcore_max_cat",
@@ -23,8 +23,8 @@ _ROWS: Rows = {
     ),
     **no_equivalent("ChatCORE: eval.tasks scores answers during training", "chatcore_every chatcore_max_cat "
                     "chatcore_max_sample"),
-    **no_equivalent("an option of the command: whet train --dry-run", "dry_run"),
-    **no_equivalent("an option of the command: whet train --smoke", "smoke_test"),
+    **not_needed("an option of the command: whet train --dry-run", "dry_run"),
+    **not_needed("an option of the command: whet train --smoke", "smoke_test"),
     **LAUNCHER_ROWS,
 }  # fmt: skip
 
