@@ -84,6 +84,24 @@ def test_a_model_whose_head_is_more_than_a_linear_layer_is_an_error() -> None:
         choose_packing(LossModel(model), VOCABULARY, 16)
 
 
+@pytest.mark.parametrize(
+    ("kind", "room"), [("gpt2", 64), ("opt", 64), ("gptj", 64), ("ctrl", 64), ("bert-generation", 64), ("llama", None)]
+)
+def test_a_document_longer_than_a_table_of_positions_is_an_error(kind: str, room: int | None) -> None:
+    model = tiny_model(kind)
+    attention.install_backend(model, "sdpa")
+    choose_packing(LossModel(model), VOCABULARY, room or 65)  # rotary embeddings have no table
+    if room is not None:
+        with pytest.raises(WhetError, match=rf"data\.max_length: .* 65 tokens, .* has positions for {room} alone"):
+            choose_packing(LossModel(model), VOCABULARY, room + 1)
+
+
+def test_a_gguf_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(WhetError, match=r"model\.path: .*a GGUF file.*Give the folder of the model"):
+        load_model(ModelConfig(path=str(tmp_path / "model.gguf")), "auto")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(builtin_folder("builtin:tiny"), tmp_path / "model"))
@@ -135,6 +153,10 @@ DAMAGES: dict[str, tuple[Any, str]] = {
             folder, architectures=["BartForConditionalGeneration"], model_type="bart", is_encoder_decoder=True
         ),
         r"an encoder-decoder model \(BartForConditionalGeneration\)",
+    ),
+    "a model of images": (
+        lambda folder: edit_config(folder, architectures=["ViTModel"], model_type="vit"),
+        r"no causal language model of the type vit \(ViTModel\)",
     ),
     "an adapter beside the model": (
         lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),

@@ -79,6 +79,8 @@ _OTHER_HEADS = (
 def require_language_model(config: Any) -> None:
     """Raise a WhetError for a checkpoint of another kind, of whose weights transformers would take what fits: a
     classifier with tied embeddings becomes a language model, and an encoder-decoder loses its encoder."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
     saved = [str(name) for name in getattr(config, "architectures", None) or []]
     other = next((name for name in saved if name.endswith(_OTHER_HEADS)), None)
     if other is not None:
@@ -90,6 +92,12 @@ def require_language_model(config: Any) -> None:
         raise WhetError(
             f"model.path: this is an encoder-decoder model ({saved[0]}), and whet trains decoders alone. Use a causal "
             "language model (…ForCausalLM)"
+        )
+    is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if not is_known and not hasattr(config, "auto_map"):
+        raise WhetError(
+            f"model.path: transformers has no causal language model of the type {config.model_type} "
+            f"({', '.join(saved) or 'config.json'}). Use one (…ForCausalLM)"
         )
 
 
