@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from tiny_architectures import VOCABULARY, tiny_model
+from tiny_architectures import VOCABULARY, tiny_config, tiny_model
 from whet.compat.transformers_private import to_checkpoint_tensors
 from whet.core.errors import WhetError
 from whet.model import attention
@@ -223,6 +223,23 @@ def test_weights_in_fp8_are_dequantized_and_written_without_their_scales(tmp_pat
     weight = model.get_parameter(name)
     assert torch.equal(weight, values / 4)
     assert list(to_checkpoint_tensors(model, name, weight)) == [name]
+
+
+def test_weights_in_mxfp4_get_the_dtype_of_training(tmp_path: Path) -> None:
+    """transformers leaves them in bf16, where updates are lost to rounding."""
+    config = tiny_config("gpt_oss")
+    config.hidden_size = config.intermediate_size = 64
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        weights[f"{name}_blocks"] = torch.full((experts, outputs, inputs // 32, 16), 0x22, dtype=torch.uint8)  # 1.0
+        weights[f"{name}_scales"] = torch.full((experts, outputs, inputs // 32), 126, dtype=torch.uint8)  # 2 ** -1
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    model = load_model(ModelConfig(path=str(tmp_path)), torch.float32)
+    weight = model.get_parameter("model.layers.0.mlp.experts.down_proj")
+    assert torch.equal(weight, torch.full_like(weight, 0.5, dtype=torch.float32))
 
 
 def test_weights_that_stay_quantized_are_an_error() -> None:

@@ -66,8 +66,24 @@ def load_with_transformers(place: str | Path, **options: Any) -> Any:
     require_language_model(config)
     loaded = auto_class(config).from_pretrained(place, **options)
     if getattr(config, "quantization_config", None) is not None:
-        forget_dequantization_(loaded[0] if isinstance(loaded, tuple) else loaded)
+        _finish_dequantization_(loaded[0] if isinstance(loaded, tuple) else loaded, options.get("dtype"))
     return loaded
+
+
+def _finish_dequantization_(model: Any, dtype: Any) -> None:
+    """Of a model whose files are quantized and that is not."""
+    if getattr(model, "hf_quantizer", None) is None:
+        forget_dequantization_(model)
+        if isinstance(dtype, torch.dtype):
+            widen_weights_(model, dtype)
+
+
+def widen_weights_(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Give narrower weights this dtype: transformers dequantizes MXFP4 to bf16, whatever dtype it is asked for."""
+    for weight in model.parameters():
+        if weight.dtype.itemsize < dtype.itemsize:
+            weight.data = weight.data.to(dtype)
+    return model
 
 
 _OTHER_HEADS = (
