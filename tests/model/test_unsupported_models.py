@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from tiny_architectures import VOCABULARY, tiny_model
+from tiny_architectures import VOCABULARY, tiny_config, tiny_model
 from whet.compat.transformers_private import to_checkpoint_tensors
 from whet.core.errors import WhetError
 from whet.model import attention
@@ -84,6 +84,24 @@ def test_a_model_whose_head_is_more_than_a_linear_layer_is_an_error() -> None:
         choose_packing(LossModel(model), VOCABULARY, 16)
 
 
+@pytest.mark.parametrize(
+    ("kind", "room"), [("gpt2", 64), ("opt", 64), ("gptj", 64), ("ctrl", 64), ("bert-generation", 64), ("llama", None)]
+)
+def test_a_document_longer_than_a_table_of_positions_is_an_error(kind: str, room: int | None) -> None:
+    model = tiny_model(kind)
+    attention.install_backend(model, "sdpa")
+    choose_packing(LossModel(model), VOCABULARY, room or 65)  # rotary embeddings have no table
+    if room is not None:
+        with pytest.raises(WhetError, match=rf"data\.max_length: .* 65 tokens, .* has positions for {room} alone"):
+            choose_packing(LossModel(model), VOCABULARY, room + 1)
+
+
+def test_a_gguf_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(WhetError, match=r"model\.path: .*a GGUF file.*Give the folder of the model"):
+        load_model(ModelConfig(path=str(tmp_path / "model.gguf")), "auto")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(builtin_folder("builtin:tiny"), tmp_path / "model"))
@@ -135,6 +153,10 @@ DAMAGES: dict[str, tuple[Any, str]] = {
             folder, architectures=["BartForConditionalGeneration"], model_type="bart", is_encoder_decoder=True
         ),
         r"an encoder-decoder model \(BartForConditionalGeneration\)",
+    ),
+    "a model of images": (
+        lambda folder: edit_config(folder, architectures=["ViTModel"], model_type="vit"),
+        r"no causal language model of the type vit \(ViTModel\)",
     ),
     "an adapter beside the model": (
         lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
@@ -201,6 +223,23 @@ def test_weights_in_fp8_are_dequantized_and_written_without_their_scales(tmp_pat
     weight = model.get_parameter(name)
     assert torch.equal(weight, values / 4)
     assert list(to_checkpoint_tensors(model, name, weight)) == [name]
+
+
+def test_weights_in_mxfp4_get_the_dtype_of_training(tmp_path: Path) -> None:
+    """transformers leaves them in bf16, where updates are lost to rounding."""
+    config = tiny_config("gpt_oss")
+    config.hidden_size = config.intermediate_size = 64
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        weights[f"{name}_blocks"] = torch.full((experts, outputs, inputs // 32, 16), 0x22, dtype=torch.uint8)  # 1.0
+        weights[f"{name}_scales"] = torch.full((experts, outputs, inputs // 32), 126, dtype=torch.uint8)  # 2 ** -1
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    model = load_model(ModelConfig(path=str(tmp_path)), torch.float32)
+    weight = model.get_parameter("model.layers.0.mlp.experts.down_proj")
+    assert torch.equal(weight, torch.full_like(weight, 0.5, dtype=torch.float32))
 
 
 def test_weights_that_stay_quantized_are_an_error() -> None:

@@ -69,8 +69,7 @@ def to_checkpoint_tensors(model: nn.Module, name: str, tensor: Tensor) -> dict[s
 def forget_dequantization_(model: nn.Module) -> None:
     """`PreTrainedModel._weight_conversions`: after dequantization at loading, they would write scales beside weights.
     Without them, the model's files are those of any model of its class."""
-    if getattr(model, "hf_quantizer", None) is None:
-        vars(model).pop("_weight_conversions", None)
+    vars(model).pop("_weight_conversions", None)
 
 
 _has_conversions: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

@@ -23,7 +23,7 @@ from whet.exporting.spec import ExportFindings, ExportSpec
 from whet.exporting.trained_model import TrainedModel, compute_logits
 from whet.exporting.weight_comparison import LoadedWeights, compare_weights
 from whet.model.experts.install import install_experts
-from whet.model.load.pretrained import load_with_transformers, prepare_float64_
+from whet.model.load.pretrained import load_with_transformers, prepare_float64_, widen_weights_
 from whet.model.lora.adapter_folder import load_adapter
 from whet.model.lora.peft_adapters import embedding_rows, unwrap_peft
 from whet.model.modules import is_multimodal
@@ -99,7 +99,7 @@ def _load_back(folder: Path, trained: TrainedModel, trust_remote_code: bool) -> 
         from peft import AutoPeftModelForCausalLM
 
         model = unwrap_peft(AutoPeftModelForCausalLM.from_pretrained(folder, **options))
-        return prepare_float64_(model, trained.weight_dtype)
+        return prepare_float64_(widen_weights_(model, trained.weight_dtype), trained.weight_dtype)
     from peft import PeftConfig
     from transformers import AutoTokenizer
 

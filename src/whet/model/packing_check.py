@@ -25,7 +25,7 @@ from whet.model.attention.recurrent import find_recurrent_layers, reset_state_be
 from whet.model.experts.routing import Routing
 from whet.model.loss.loss_model import LossModel
 from whet.model.loss.output_head import OutputHead, read_output_head
-from whet.model.modules import eval_mode
+from whet.model.modules import eval_mode, other_modalities
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ def choose_packing(root: LossModel, vocabulary: int, longest: int) -> None:
     Sets `root.unpacked`. Raises a WhetError if whet's logits are not the model's own either way. `longest`: the length
     of the longest document in training.
     """
+    _require_positions(root.language_model, longest)
     try:
         root.with_full_weights(functools.partial(_check_packed, root, vocabulary, longest))
         return
@@ -100,6 +101,27 @@ def choose_packing(root: LossModel, vocabulary: int, longest: int) -> None:
     counts_by_batch = rope is not None and root.router_aux_loss is not None
     if not counts_by_batch and not _selects_tokens(root.language_model, longest):
         root.pads = root.with_full_weights(functools.partial(_pads_exactly, root, vocabulary, longest))
+
+
+_POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "pos_encoding")
+"""Names of what has a row for each position: an embedding, or a buffer of sines."""
+
+
+def _require_positions(model: nn.Module, longest: int) -> None:
+    """Refuse documents with more tokens than the model has positions for. On a GPU, looking up one more ends the
+    process; rotary embeddings and ALiBi have no such limit."""
+    others = tuple(f"{name}." for name in other_modalities(model))
+    for name, table in itertools.chain(model.named_modules(), model.named_buffers()):
+        if name.rpartition(".")[2] not in _POSITION_TABLES or name.startswith(others):
+            continue
+        weight = table if isinstance(table, Tensor) else getattr(table, "weight", None)
+        if isinstance(table, nn.Embedding | Tensor) and weight is not None:
+            room = len(weight) - getattr(table, "offset", 0)
+            if longest > room:
+                raise WhetError(
+                    f"data.max_length: the longest conversation has {longest:,} tokens, and {type(model).__name__} has "
+                    f"positions for {room:,} alone. Lower data.max_length to that"
+                )
 
 
 def _raise_if_not_the_model(error: Exception) -> None:

@@ -66,8 +66,24 @@ def load_with_transformers(place: str | Path, **options: Any) -> Any:
     require_language_model(config)
     loaded = auto_class(config).from_pretrained(place, **options)
     if getattr(config, "quantization_config", None) is not None:
-        forget_dequantization_(loaded[0] if isinstance(loaded, tuple) else loaded)
+        _finish_dequantization_(loaded[0] if isinstance(loaded, tuple) else loaded, options.get("dtype"))
     return loaded
+
+
+def _finish_dequantization_(model: Any, dtype: Any) -> None:
+    """Of a model whose files are quantized and that is not."""
+    if getattr(model, "hf_quantizer", None) is None:
+        forget_dequantization_(model)
+        if isinstance(dtype, torch.dtype):
+            widen_weights_(model, dtype)
+
+
+def widen_weights_(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Give narrower weights this dtype: transformers dequantizes MXFP4 to bf16, whatever dtype it is asked for."""
+    for weight in model.parameters():
+        if weight.dtype.itemsize < dtype.itemsize:
+            weight.data = weight.data.to(dtype)
+    return model
 
 
 _OTHER_HEADS = (
@@ -79,6 +95,8 @@ _OTHER_HEADS = (
 def require_language_model(config: Any) -> None:
     """Raise a WhetError for a checkpoint of another kind, of whose weights transformers would take what fits: a
     classifier with tied embeddings becomes a language model, and an encoder-decoder loses its encoder."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
     saved = [str(name) for name in getattr(config, "architectures", None) or []]
     other = next((name for name in saved if name.endswith(_OTHER_HEADS)), None)
     if other is not None:
@@ -90,6 +108,12 @@ def require_language_model(config: Any) -> None:
         raise WhetError(
             f"model.path: this is an encoder-decoder model ({saved[0]}), and whet trains decoders alone. Use a causal "
             "language model (…ForCausalLM)"
+        )
+    is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if not is_known and not hasattr(config, "auto_map"):
+        raise WhetError(
+            f"model.path: transformers has no causal language model of the type {config.model_type} "
+            f"({', '.join(saved) or 'config.json'}). Use one (…ForCausalLM)"
         )
 
 

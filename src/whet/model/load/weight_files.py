@@ -47,6 +47,11 @@ def locate_model(path: str) -> str:
                 )
             raise WhetError(f"model.path: {path}: no config.json in this folder. Give the folder of a model")
         return str(folder)
+    if folder.is_file() and folder.suffix == ".gguf":
+        raise WhetError(
+            f"model.path: {path}: a GGUF file, which llama.cpp, Ollama and LM Studio run. Give the folder of the model "
+            "that it was made from"
+        )
     if folder.is_file():
         raise WhetError(f"model.path: {path}: this is a file; give the folder that holds the model")
     require_no_typo(path)
