@@ -207,7 +207,11 @@ def test_a_stop_token_that_is_no_number_is_an_error(folder: Path) -> None:
         stop_ids(ModelConfig(path=str(folder)))
 
 
-def test_weights_in_fp8_are_dequantized_and_written_without_their_scales(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_weights_in_fp8_are_dequantized_and_written_without_their_scales(
+    has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it has kernels for fp8, transformers dequantizes on request only."""
     config = AutoConfig.for_model(
         "llama", hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, vocab_size=VOCABULARY,
@@ -218,7 +222,10 @@ def test_weights_in_fp8_are_dequantized_and_written_without_their_scales(tmp_pat
     edit_weights(tmp_path, **{name: values.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.full((1, 1), 0.25)})
     method = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     edit_config(tmp_path, quantization_config=method)
-    model = load_model(ModelConfig(path=str(tmp_path)), torch.float32)
+    if has_kernels:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    model = load_model(ModelConfig(path=str(tmp_path)), torch.float32, torch.device("cpu"))
     require_unquantized(model, "")
     weight = model.get_parameter(name)
     assert torch.equal(weight, values / 4)

@@ -56,16 +56,22 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
 
 
-def load_with_transformers(place: str | Path, **options: Any) -> Any:
-    """`from_pretrained` of the `auto_class` of a folder or hub id."""
+def load_with_transformers(place: str | Path, *, dequantize: bool = False, **options: Any) -> Any:
+    """`from_pretrained` of the `auto_class` of a folder or hub id. `dequantize`: weights in fp8 and MXFP4, which
+    transformers keeps so where it has kernels for them."""
     from transformers import AutoConfig
 
     register_model_code(place)
     own = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
     config = AutoConfig.from_pretrained(place, **own)
     require_language_model(config)
+    settings = getattr(config, "quantization_config", None)
+    if dequantize and isinstance(settings, dict) and settings.get("quant_method") in ("fp8", "mxfp4"):
+        from transformers.quantizers import AutoQuantizationConfig
+
+        options["quantization_config"] = AutoQuantizationConfig.from_dict(settings | {"dequantize": True})
     loaded = auto_class(config).from_pretrained(place, **options)
-    if getattr(config, "quantization_config", None) is not None:
+    if settings is not None:
         _finish_dequantization_(loaded[0] if isinstance(loaded, tuple) else loaded, options.get("dtype"))
     return loaded
 
@@ -146,7 +152,7 @@ def _load_pretrained(config: ModelConfig, dtype: torch.dtype | str, device: torc
             model, found = load_with_transformers(
                 place, revision=config.revision, trust_remote_code=config.trust_remote_code,
                 dtype=dtype, output_loading_info=True, device_map=None if device is None else {"": device},
-                ignore_mismatched_sizes=True,  # reported below, by name
+                dequantize=True, ignore_mismatched_sizes=True,  # reported below, by name
             )  # fmt: skip
     except (WhetError, torch.OutOfMemoryError):
         raise  # nothing is wrong with the files
@@ -185,8 +191,7 @@ def _require_matching_weights(model: nn.Module, found: dict[str, Any], path: str
 
 
 def require_unquantized(model: Any, path: str) -> None:
-    """Raise a WhetError for weights that transformers holds in a quantized form. Those in fp8 and MXFP4 it dequantizes
-    where it has no kernels for them."""
+    """Raise a WhetError for weights that transformers holds in a quantized form."""
     if getattr(model, "hf_quantizer", None) is not None:
         method = model.hf_quantizer.quantization_config.quant_method
         raise quantized_weights(path, str(getattr(method, "value", method)))
