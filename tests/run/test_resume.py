@@ -181,5 +181,11 @@ def test_a_run_whose_data_changed_is_not_resumed(whet: Any, recipe: str, tmp_pat
     ended = whet(*arguments, f"run.dir={folder}", "--resume")
     assert ended.code == 1
     assert "the data is not what it was" in ended.err
+    data.unlink()
+    own = tmp_path / "own.yaml"  # names the file by a path relative to it
+    own.write_text(f"extends: {Path(recipe).absolute()}\ndata: {{sources: [{{path: {data.name}}}]}}\n")
+    ended = whet("train", own, *arguments[3:], f"run.dir={folder}", "--resume")
+    assert ended.code == 1
+    assert f"data.sources.0.path: {data}: no such file" in ended.err
     data.write_text(line * 8)
     assert whet(*arguments, f"run.dir={folder}", "--resume").code == 0

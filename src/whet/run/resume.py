@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -92,6 +93,9 @@ def _used_folder_error(path: Path) -> WhetError:
 def require_same_settings(path: Path, config: Config) -> None:
     """Refuse to resume the run in this folder with settings under which it would be another run."""
     changed = changed_settings(path, config)
+    for key, old, new in changed:
+        if _is_missing(old, new):
+            raise WhetError(f"{key}: {old}: no such file or folder. Bring it back, then resume {path}")
     if changed:
         shown = "; ".join(_describe_change(*each) for each in changed[:5])
         is_length = any(key in ("train.steps", "train.epochs", "train.tokens") for key, _, _ in changed)
@@ -101,6 +105,14 @@ def require_same_settings(path: Path, config: Config) -> None:
             "these back (`whet runs resume` does), move it aside with --fresh, or give the new run another folder: "
             f"run.dir=FOLDER{other_length}"
         )
+
+
+def _is_missing(old: Any, new: Any) -> bool:
+    """Whether a recipe names the same file as then, which is gone: paths become absolute only if they exist."""
+    if not (isinstance(old, str) and isinstance(new, str)) or isinstance(old, Template) or isinstance(new, Template):
+        return False
+    then, now = Path(old), Path(new)
+    return then.is_absolute() and not now.is_absolute() and then.name == now.name and not os.path.lexists(then)
 
 
 def train_longer(run: Path) -> str:
