@@ -145,19 +145,26 @@ class Config(Section):
         return self
 
     def _check_keep_best(self) -> None:
-        best, task = self.eval.best, self.eval.best.removeprefix("task/")
+        best = self.eval.best
+        kind, _, name = best.partition("/")
         if self.eval.every is None:
             raise config_error(
                 "checkpoint.keep_best" if self.eval.patience is None else "eval.patience",
                 f"{self.eval.patience or self.checkpoint.keep_best}, but nothing is measured between start and end. "
                 "Set eval.every too",
             )
-        if best.startswith("task/") and task not in self.eval.task_names:
-            raise config_error("eval.best", f"{best}, but eval.tasks does not have {task}. Add it")
-        if best.startswith("val_") and self.data.validation is None:
+        if kind == "task" and name not in self.eval.task_names:
+            raise config_error("eval.best", f"{best}, but eval.tasks does not have {name}. Add it")
+        if kind == "metric" and name not in self.eval.metrics:
+            raise config_error("eval.best", f"{best}, but eval.metrics does not have {name}. Add it")
+        if kind in ("task", "metric"):
+            return
+        if kind != "val_loss" and best not in ("val_accuracy", "val_bpb"):  # val_loss/SOURCE: of several
+            raise config_error(
+                "eval.best", f"{best} is not measured. Use val_loss, val_accuracy, val_bpb, task/NAME or metric/NAME"
+            )
+        if self.data.validation is None:
             raise config_error("eval.best", f"{best}, but there is no validation data. Set data.validation")
-        if not best.startswith(("task/", "val_")):
-            raise config_error("eval.best", f"{best} is not measured. Use val_loss, val_accuracy, val_bpb or task/NAME")
 
     def _check_quantize(self, kind: str) -> None:
         if self.adapter is None:

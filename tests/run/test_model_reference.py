@@ -148,6 +148,9 @@ def test_a_smoke_test_keeps_no_best(whet: Any, recipe: str, tmp_path: Path) -> N
         (["checkpoint.keep_best=1"], "checkpoint.keep_best: 1, but nothing is measured between start and end"),
         (["checkpoint.keep_best=1", "eval.every=2", "eval.best=task/orders"], "eval.tasks does not have orders"),
         (["checkpoint.keep_best=1", "eval.every=2", "eval.best=loss"], "loss is not measured"),
+        (["eval.patience=2", "eval.every=2", "eval.best=val_los"], "val_los is not measured"),
+        (["eval.patience=2", "eval.every=2", "eval.best=metric/f1"], "eval.metrics does not have f1"),
+        (["eval.patience=2", "eval.every=2", "eval.best=val_loss/b"], "was not measured at step 0. Choose one of"),
     ],
 )  # fmt: skip
 def test_a_best_that_cannot_be_is_refused(

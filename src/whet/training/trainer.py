@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from whet.core.console import ExponentialAverage, info, warn
-from whet.core.errors import RunFailedError, StoppedError
+from whet.core.errors import RunFailedError, StoppedError, WhetError
 from whet.core.heartbeat import PHASE
 from whet.core.signals import collect_stop_signals
 from whet.execution.cuda_graphs import release_cuda_graphs
@@ -212,6 +212,9 @@ def evaluate(run: Run) -> None:
         run.evaluations[run.step] = results
     run.output.write_evaluation(run.step, results, samples, losses)
     best = run.config.eval.best
+    if run.config.checkpoint.keep_best and "val_loss" in results and best.startswith("val_") and best not in results:
+        measured = ", ".join(name for name in results if name.startswith(("val_loss", "val_accuracy", "val_bpb")))
+        raise WhetError(f"eval.best: {best} was not measured at step {run.step}. Choose one of: {measured}")
     if run.saver is not None and run.ranks.is_main and best in results:
         run.saver.add_scores({run.step: results[best]})
     if run.ends_early():
