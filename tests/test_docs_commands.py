@@ -341,7 +341,7 @@ trainer.train(resume_from_checkpoint=whet.checkpoint)
 """
 
 
-TINY = {"builtin:smollm2": "builtin:tiny", "Qwen/Qwen3-0.6B": "builtin:tiny", "^/(shared|models|tmp)/": r"\1/"}
+TINY = {"builtin:smollm2": "builtin:tiny", "Qwen/Qwen3-0.6B": "builtin:tiny", "(^|=)/(shared|models|tmp)/": r"\1\2/"}
 SAY = {"chat": ["--max-new-tokens", "4"]}
 
 PLACES: dict[str, Place] = {
