@@ -273,7 +273,7 @@ def test_a_folder_for_the_store_is_filled_and_found_again(go: Go, folder: Path) 
 def test_a_folder_with_other_data_is_refused_and_kept(go: Go, folder: Path) -> None:
     first = go(store=str(folder / "mine"))
     with pytest.raises(
-        WhetError, match=rf"data\.store: {folder}/mine/train was prepared with a different configuration"
+        WhetError, match=rf"data\.store: {folder}/mine/train was prepared from other data, with other settings"
     ):
         go(store=str(folder / "mine"), max_length=63)
     assert go(store=str(folder / "mine")).train.reused

@@ -196,7 +196,8 @@ def _make_job(
 ) -> PrepareJob:
     if (folder / MANIFEST).exists():
         raise WhetError(
-            f"data.store: {folder} was prepared with a different configuration. Choose another folder, or delete it"
+            f"data.store: {folder} was prepared from other data, with other settings or by an earlier version of whet. "
+            "Choose another folder, or delete it"
         )
     if config.store is not None and folder.exists() and any(folder.iterdir()):
         raise WhetError(
