@@ -177,12 +177,20 @@ def test_check_finds_a_changed_template(whet: Any, lora_run: Path, tmp_path: Pat
     assert "no such file" in whet("export", lora_run, "--check", folder).err
 
 
-def test_other_files_in_out_are_not_replaced(whet: Any, lora_run: Path, tmp_path: Path) -> None:
-    (tmp_path / "letter.txt").write_text("dear")
-    ended = whet("export", lora_run, "--out", tmp_path)
+@pytest.mark.parametrize("is_export", [False, True])
+def test_files_of_others_are_not_replaced(whet: Any, lora_run: Path, tmp_path: Path, is_export: bool) -> None:
+    folder = tmp_path / "out"
+    if is_export:  # an earlier one, into which somebody has put a file since
+        shutil.copytree(lora_run / "exports" / "merged", folder)
+    folder.mkdir(exist_ok=True)
+    (folder / "letter.txt").write_text("dear")
+    ended = whet("export", lora_run, "--out", folder)
     assert ended.code == 1
-    assert "--out:" in ended.err
-    assert (tmp_path / "letter.txt").read_text() == "dear"
+    assert "would replace files that are not of an export (letter.txt)" in ended.err
+    assert (folder / "letter.txt").read_text() == "dear"
+    if is_export:
+        (folder / "letter.txt").unlink()
+        exported(whet, lora_run, "--out", folder)
 
 
 def test_a_missing_checkpoint_is_refused(whet: Any, lora_run: Path) -> None:

@@ -31,7 +31,7 @@ from whet.inference.tasks.load_tasks import loaded_tasks
 from whet.inference.tasks.scoring import score_tasks
 from whet.model.load.placeholder import is_placeholder, load_placeholder_model
 from whet.model.load.tokenizer import load_generation_settings
-from whet.model.load.weight_files import snapshot_folder
+from whet.model.load.weight_files import snapshot_folder, uncertified_files
 from whet.model.lora.peft_adapters import cast_trained_modules_, unwrap_peft
 from whet.model.modules import is_multimodal
 from whet.model.weight_effect import EFFECT_FILE, describe_effect
@@ -68,12 +68,11 @@ def export_model(
     """Export the checkpoint of `step`, verified on a few conversations of the run. Unless it is the last one of a
     finished run, the name of the folder ends with the step."""
     kind = KIND_ALIASES.get(request.kind, request.kind)
-    spec = _build_spec(config, data, request, kind, step, ranks)
     name = kind if request.dtype is None else f"{kind}-{request.dtype.lower()}"
     name = name if is_final else f"{name}-{directory.checkpoint_name(step)}"
     folder = request.out or config.folder / "exports" / name
-    if request.out is not None:
-        _require_replaceable(request.out)
+    _require_replaceable(folder)
+    spec = _build_spec(config, data, request, kind, step, ranks)
     certificate = write_export(spec, kind, folder, _probe_conversations(data))
     text = (
         f"exported to {folder} in {certificate.dtype}: loaded back by {certificate.loaded_by} and verified on "
@@ -269,10 +268,13 @@ def _open_trained_model(
 
 
 def _require_replaceable(folder: Path) -> None:
-    """Raise if --out holds anything but an export."""
-    is_empty_folder = folder.is_dir() and not any(folder.iterdir())
-    if folder.exists() and not is_empty_folder and not (folder / "certificate.json").exists():
-        raise WhetError(f"--out: {folder} holds other files than an export. Give a new or an empty folder")
+    """Raise if a folder holds anything but an earlier export, which the new one replaces."""
+    others = uncertified_files(folder) if folder.is_dir() else [folder.name] if folder.exists() else []
+    if others:
+        raise WhetError(
+            f"{folder}: the export would replace files that are not of an export ({', '.join(others[:3])}). Move them "
+            "away, or give a new or empty folder: --out FOLDER"
+        )
 
 
 # Task scores of a quantized export, compared with those of the trained model.

@@ -202,6 +202,19 @@ def hash_model_folder(folder: Path) -> dict[str, str]:
     return _hash_files(folder, [str(file.relative_to(folder)) for file in files])
 
 
+def uncertified_files(folder: Path) -> list[str]:
+    """The files in a folder that are not of the export that its certificate describes; of a damaged one nothing is
+    known, so none."""
+    present = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir())
+    if _CERTIFICATE not in present:
+        return present
+    try:
+        files = read_hashed_json(folder / _CERTIFICATE, files=dict)["files"]
+    except WhetError:
+        return []
+    return [name for name in present if name not in files and Path(name).name not in _NOT_CERTIFIED]
+
+
 def _hash_files(folder: Path, names: list[str]) -> dict[str, str]:
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(names, pool.map(lambda name: hash_file(folder / name), names), strict=True))
