@@ -85,7 +85,7 @@ def _finish_dequantization_(model: Any, dtype: Any) -> None:
 
 
 def widen_weights_(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Give narrower weights this dtype: transformers dequantizes MXFP4 to bf16, whatever dtype it is asked for."""
+    """Give narrower weights this dtype: transformers dequantizes MXFP4 to bf16, whatever dtype is requested."""
     for weight in model.parameters():
         if weight.dtype.itemsize < dtype.itemsize:
             weight.data = weight.data.to(dtype)
