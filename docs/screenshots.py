@@ -85,7 +85,9 @@ def main() -> None:
         try:
             assert server.stdout is not None
             url = json.loads(server.stdout.readline())["url"]
-            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+            browser = playwright.chromium.launch(
+                executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+            )
             take(browser, url, folder / "runs")
             browser.close()
         finally:

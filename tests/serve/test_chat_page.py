@@ -22,7 +22,7 @@ def test_a_conversation_in_the_browser(server: str, tiny: InferenceModel) -> Non
     expected = replace(tiny, sampling=Sampling(max_new_tokens=12)).reply(prompt).text
     problems: list[str] = []
     with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        browser = play.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page()
         page.on("console", lambda message: problems.append(message.text))
         page.on("pageerror", lambda error: problems.append(str(error)))
