@@ -140,10 +140,12 @@ def test_the_wheel_works_outside_of_the_repository(installed: Path, real_python:
         [real_python, whet, "dash", "--json"], cwd=outside, env=environment, stdout=subprocess.PIPE,
         text=True,
     ) as dash:  # fmt: skip
-        assert dash.stdout is not None
-        address = re.findall(r'"url": "([^"]+)"', dash.stdout.readline())[0]
-        page = urllib.request.urlopen(address, timeout=30).read().decode()
-        script = re.findall(r'src="([^"]+\.js)"', page)[0]
-        root = address.split("?")[0]
-        assert urllib.request.urlopen(f"{root.rstrip('/')}/{script.lstrip('/')}", timeout=30).status == 200
-        dash.terminate()
+        try:
+            assert dash.stdout is not None
+            address = re.findall(r'"url": "([^"]+)"', dash.stdout.readline())[0]
+            page = urllib.request.urlopen(address, timeout=30).read().decode()
+            script = re.findall(r'src="([^"]+\.js)"', page)[0]
+            root = address.split("?")[0]
+            assert urllib.request.urlopen(f"{root.rstrip('/')}/{script.lstrip('/')}", timeout=30).status == 200
+        finally:
+            dash.terminate()

@@ -67,12 +67,14 @@ def test_fifty_pages_make_steps_at_most_two_percent_slower(tmp_path: Path, recip
                 time.sleep(0.2)
             assert os.sched_getaffinity(run.pid) == {cores[0]}
             with subprocess.Popen(page, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-                assert server.stdout is not None
-                url = json.loads(server.stdout.readline())["url"]
-                assert os.sched_getaffinity(server.pid) == {cores[1]}
-                clients = ["taskset", "-c", str(cores[1]), real_python, "-c", _READERS, f"{url}api/live?run=live"]
-                found = measure([*clients, str(CLIENTS)], metrics, run.pid)
-                server.send_signal(signal.SIGINT)
+                try:
+                    assert server.stdout is not None
+                    url = json.loads(server.stdout.readline())["url"]
+                    assert os.sched_getaffinity(server.pid) == {cores[1]}
+                    clients = ["taskset", "-c", str(cores[1]), real_python, "-c", _READERS, f"{url}api/live?run=live"]
+                    found = measure([*clients, str(CLIENTS)], metrics, run.pid)
+                finally:
+                    server.send_signal(signal.SIGINT)
         finally:
             os.killpg(run.pid, signal.SIGKILL)
     text = "; ".join(f"{ratio:.4f} ± {error:.4f} times the {name}" for name, (ratio, error) in found.items())

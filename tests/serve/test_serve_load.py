@@ -30,10 +30,13 @@ def url(real_python: str) -> Iterator[str]:
     command = [real_python, "-m", "whet", "serve", "builtin:smollm2", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        found = next(match for line in server.stderr if (match := re.search(r"http://\S+/", line)))
-        yield found[0]
-        server.terminate()
-        assert server.wait(120) == 0
+        try:
+            found = next(match for line in server.stderr if (match := re.search(r"http://\S+/", line)))
+            yield found[0]
+            server.terminate()
+            assert server.wait(120) == 0
+        finally:
+            server.kill()
 
 
 def question(number: int) -> str:
