@@ -42,11 +42,12 @@ from whet.parallel.config import ParallelConfig
 from whet.registry.references import pin_version
 from whet.registry.registry import PREFIX
 from whet.run.data import RunData, load_ledger_data, load_run_tokenizer, prepare_data, require_same_tokenizer
-from whet.run.evaluation import evaluate_tasks, evaluate_validation, own_metrics
+from whet.run.evaluation import evaluate_tasks, own_metrics
 from whet.run.export_run import ExportRequest, export_run
 from whet.run.models.load_models import find_run, load_inference_model, restore_checkpoint_
 from whet.run.models.model_builder import build_loss_model, build_model, install_attention
 from whet.run.resume import changed_settings, read_run_config, recorded_data
+from whet.run.validation import evaluate_validation
 from whet.training.precision import PrecisionPolicy, resolve_precision
 
 
