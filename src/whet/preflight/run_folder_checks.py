@@ -29,8 +29,9 @@ from whet.core.errors import WhetError
 from whet.core.run_folder import CHECK_FILE
 from whet.data.loader import Loader
 from whet.preflight.data_checks import Finding
+from whet.run.plan_summary import read_plan_json
+from whet.run.replay_steps import Replay, for_one_process, open_replay, step_lines
 from whet.run.resume import read_run_config
-from whet.run.step_losses import Replay, for_one_process, open_replay, read_plan_json, step_lines
 from whet.training.step import train_step
 
 if TYPE_CHECKING:
