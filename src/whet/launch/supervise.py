@@ -49,6 +49,15 @@ class LaunchResult:
     reason: str
     attempts: list[AttemptResult]
 
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "exit_code": self.exit_code,
+            "reason": self.reason,
+            "restarts": len(self.attempts) - 1,
+            "attempts": [asdict(attempt) for attempt in self.attempts],
+        }
+
 
 def supervise(job: LaunchJob, stdout: int | None = _STDERR) -> LaunchResult:
     """Start the job, and again after each crash, until decide_restart ends it. `stdout`: of the processes."""
