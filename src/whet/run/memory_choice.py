@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from whet.config import Config
@@ -30,7 +31,7 @@ from whet.parallel.fsdp import has_collectives_in_passes, reshard, set_gradient_
 from whet.training.checkpoints import package_versions
 from whet.training.optimizers.factory import apply_gradients, decides_on_device, forget_decision, retract_step
 from whet.training.overlap import starts_early
-from whet.training.run_state import Run, micro_row_sizes, set_micro_rows
+from whet.training.run_state import Run, set_micro_rows
 
 _SATURATING_TOKENS = 32_768
 """Tokens of a micro-batch beyond which a GPU gets no faster: with 4,096, Llama 8B reaches 97 % of its speed with
@@ -119,6 +120,16 @@ def row_sizes(run: Run, config: Config) -> list[int]:
         return [1]
     tokens = run.plan.stats.tokens / (len(run.plan.rows) - 1)  # of a row, on average
     return micro_row_sizes(run.loader.max_rank_rows, round(_SATURATING_TOKENS / tokens))
+
+
+def micro_row_sizes(rows: int, most: int) -> list[int]:
+    """The sizes of a micro-batch worth trying for a rank with `rows` rows in a step, ascending, up to `most`.
+
+    For every number of micro-batches the smallest size that needs no more of them: a larger one would add padding only.
+    """
+    counts = np.arange(1, rows + 1)
+    sizes = np.unique(-(-rows // counts))
+    return [int(size) for size in sizes if size <= max(1, most)]
 
 
 def saving_settings(parallel: ParallelConfig) -> list[ParallelConfig]:
