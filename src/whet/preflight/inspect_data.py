@@ -249,7 +249,7 @@ def show_step(run: Path, step: int, limit: int, pieces: bool, silent: bool) -> d
     for each in ranked[:limit]:
         place = f"{each.source}:{each.line}"
         title = f"step {step} · {place} · {sum(each.supervised)} supervised tokens · loss {_number(each.loss)}"
-        console.print(Text(f"── {escape_controls(title)} ──", style="bold"))
+        console.print(_render_title(title))
         shown = Text()
         for position, (text, loss) in enumerate(zip(each.texts, each.losses, strict=True)):
             if pieces:
