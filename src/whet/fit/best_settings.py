@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from whet.config import Config
 from whet.core import launch_env
 from whet.core.checksums import read_hashed_json, write_hashed_json
@@ -16,6 +14,7 @@ from whet.core.costs import Costs
 from whet.core.distributed import get_local_device
 from whet.core.errors import WhetError, first_line
 from whet.core.run_folder import RunFolder
+from whet.data.plan.planner import typical_length
 from whet.execution import device_memory
 from whet.fit.estimate import GIB, LargestBatch, MemoryParts, predict_memory
 from whet.fit.measure import Measurement, measure_run
@@ -141,12 +140,9 @@ def _predict(run: Run, choice: MemoryChoice) -> MemoryParts | None:
     parallel = run.config.parallel.model_copy(update={"recompute": choice.recompute, "offload": choice.offload})
     worst = run.loader.worst_batch()
     batch = LargestBatch(len(worst.tokens), len(worst.supervised_at), -(-run.loader.max_rank_rows // choice.micro_rows))
-    lengths = run.store.lengths[run.plan.documents].astype(np.float64)
+    config, lengths = run.config.model_copy(update={"parallel": parallel}), run.store.lengths[run.plan.documents]
     try:
-        return predict_memory(
-            run.config.model_copy(update={"parallel": parallel}), run.ranks.device, batch,
-            float((lengths**2).sum() / lengths.sum()),
-        )  # fmt: skip
+        return predict_memory(config, run.ranks.device, batch, typical_length(lengths))
     except Exception as error:  # fake tensors do not support every model's code
         warn(f"memory is not predicted: {first_line(error)}")
         return None

@@ -39,7 +39,7 @@ def _all_findings(config: Config) -> Iterator[Finding]:
     if data is not None:
         accounts = data.ledger()["sources"]
         yield from check_ledger(config, accounts)
-        for store in data.stores_by_use().values():
+        for store in data.stores().values():
             if (hint := store.describe_ledger_lines()) is not None:
                 yield Finding("ledger", "ok", hint)
         yield from check_duplicates(data, accounts)

@@ -140,6 +140,12 @@ token in its matrices and 2 d · length in causal attention: equal at 12 d, here
 _SORTED_ROWS = 1 << 16  # sorted together; few enough for 64-bit keys
 
 
+def typical_length(lengths: NDArray[np.integer]) -> float:
+    """The length of the document that an average token is in."""
+    sizes = lengths.astype(np.float64)
+    return float((sizes**2).sum() / max(1.0, sizes.sum()))
+
+
 def document_cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
     """The cost of documents in units of attention between two tokens."""
     wide = lengths.astype(np.int64)
