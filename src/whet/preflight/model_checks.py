@@ -93,7 +93,7 @@ def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
 
 def _time_finding(config: Config, data: RunData, root: LossModel, ranks: Ranks, precision: PrecisionPolicy) -> Finding:
     """From one micro-batch: on a CPU, a training that takes days is easily started."""
-    from whet.run.models.model_builder import make_loader
+    from whet.run.loader import make_loader
 
     plan = make_plan(config, data)
     plan = plan.unpacked(data.train.store.lengths) if root.unpacked else plan

@@ -31,8 +31,9 @@ from whet.parallel.config import ParallelConfig
 from whet.run.assemble import build_run_optimizer, totals_before
 from whet.run.data import load_ledger_data
 from whet.run.lifecycle import advise_on_out_of_memory
+from whet.run.loader import make_loader
 from whet.run.memory_choice import with_previous_choice
-from whet.run.models.model_builder import build_loss_model, build_model, make_loader, set_deterministic
+from whet.run.models.model_builder import build_loss_model, build_model, set_deterministic
 from whet.training.metrics import RunTotals
 from whet.training.optimizers.factory import set_learning_rates
 from whet.training.precision import PrecisionPolicy, choose_precision

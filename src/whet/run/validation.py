@@ -27,7 +27,7 @@ from whet.model.loss.linear_cross_entropy import LossSum
 from whet.model.loss.loss_model import LossModel
 from whet.parallel.fsdp import has_collectives_in_passes
 from whet.run.data import RunData
-from whet.run.models.model_builder import make_loader
+from whet.run.loader import make_loader
 from whet.tokenizer.token_bytes import bytes_per_token
 
 if TYPE_CHECKING:
