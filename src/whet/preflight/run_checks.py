@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from whet.config import Config
 from whet.core.errors import ExitCode, WhetError
@@ -23,14 +23,13 @@ from whet.run.data import RunData, make_conversation_tokenizer, make_plan, prepa
 from whet.run.step_rows import describe_shortage, find_shortage, most_rows, step_layout, typical_rows
 
 
-def run_checks(config: Config, report: Callable[[Finding], None]) -> list[Finding]:
-    """Run every check; `report` gets each distinct finding as soon as it is known."""
+def run_checks(config: Config) -> Iterator[Finding]:
+    """Run every check; each distinct finding as soon as it is known."""
     findings: list[Finding] = []
     for finding in _all_findings(config):
         if finding not in findings:
-            report(finding)
             findings.append(finding)
-    return findings
+            yield finding
 
 
 def _all_findings(config: Config) -> Iterator[Finding]:
