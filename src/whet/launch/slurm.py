@@ -32,7 +32,7 @@ class Submitted:
     script: Path
 
 
-def slurm_job(config: Config, then: Sequence[str] | None = None, until: int | None = None) -> SlurmJob:
+def job_of_run(config: Config, then: Sequence[str] | None = None, until: int | None = None) -> SlurmJob:
     """The job of a run, up to the step `until`, or of the command that follows it."""
     require_plain_paths(config.folder)
     folder, name = config.folder / "slurm", config.run.name or "whet"
@@ -44,7 +44,7 @@ def slurm_job(config: Config, then: Sequence[str] | None = None, until: int | No
 
 def render_job(config: Config, until: int | None = None) -> str:
     """The script that would be submitted."""
-    return render_script(slurm_job(config, until=until))
+    return render_script(job_of_run(config, until=until))
 
 
 def submit_run(
@@ -55,7 +55,7 @@ def submit_run(
     none. `warns`: of what defeats the run's survival."""
     require_submittable(config, resume)
     env = config.launch.required_variables()
-    job = slurm_job(config, until=until)
+    job = job_of_run(config, until=until)
     for problem in cluster_problems(config, chain):
         if warns:
             warn(problem)
@@ -72,7 +72,7 @@ def submit_run(
                 jobs.append(sbatch([*after, str(script)], env))
             if then is not None:
                 words = [word.replace("{run}", str(config.folder)) for word in shlex.split(then)]
-                then_script = write_script(job.folder / "then.sh", render_script(slurm_job(config, words)))
+                then_script = write_script(job.folder / "then.sh", render_script(job_of_run(config, words)))
                 jobs.append(sbatch([f"--dependency=afterok:{jobs[-1]}", str(then_script)], env))
         except WhetError:
             if jobs:
