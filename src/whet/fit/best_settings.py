@@ -117,7 +117,7 @@ def _measure_choices(run: Run, config: Config, metric: Metric) -> FitResult:
     choose_memory_settings(run, config, use_cache=False)
     device = run.ranks.device
     capacity, sizes, measured = device_memory.capacity(device), row_sizes(run, config), list[Measurement]()
-    for choice in _worth_measuring(run, config, metric, sizes, measured):
+    for choice in _worth_measuring(run, config, metric, sizes):
         if choice.micro_rows != run.loader.micro_rows:
             set_micro_rows(run, choice.micro_rows)
         measured.append(measure_run(run))
@@ -148,10 +148,8 @@ def _predict(run: Run, choice: MemoryChoice) -> MemoryParts | None:
         return None
 
 
-def _worth_measuring(
-    run: Run, config: Config, metric: Metric, sizes: list[int], measured: list[Measurement]
-) -> Iterator[MemoryChoice]:
-    """What may be the best, one after another; `measured` grows meanwhile.
+def _worth_measuring(run: Run, config: Config, metric: Metric, sizes: list[int]) -> Iterator[MemoryChoice]:
+    """What may be the best, one after another.
 
     For throughput: the largest micro-batch that fits; if memory limits it, the next smaller one, and if both are small,
     the same with recomputation and then offload. For memory: one row with each setting.
