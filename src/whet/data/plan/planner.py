@@ -131,6 +131,12 @@ def packing_efficiency(plan: Plan, row_length: int) -> float:
     return plan.stats.tokens / (row_length * (len(plan.rows) - 1))
 
 
+def typical_length(lengths: NDArray[np.integer]) -> float:
+    """The length of the document that an average token is in."""
+    sizes = lengths.astype(np.float64)
+    return float((sizes**2).sum() / max(1.0, sizes.sum()))
+
+
 # Load balancing: rows of a step descend in cost, so that the loader can deal them evenly to the ranks.
 
 ATTENTION_CROSSOVER = 12_288
@@ -138,12 +144,6 @@ ATTENTION_CROSSOVER = 12_288
 token in its matrices and 2 d · length in causal attention: equal at 12 d, here for d = 1024."""
 
 _SORTED_ROWS = 1 << 16  # sorted together; few enough for 64-bit keys
-
-
-def typical_length(lengths: NDArray[np.integer]) -> float:
-    """The length of the document that an average token is in."""
-    sizes = lengths.astype(np.float64)
-    return float((sizes**2).sum() / max(1.0, sizes.sum()))
 
 
 def document_cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
