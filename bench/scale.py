@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -138,11 +139,12 @@ def one_step(case: Case, root: LossModel) -> dict[str, Any]:
 def batch_of(case: Case) -> PackedBatch:
     """A row of one document, of which this process has a slice."""
     tokens = case.tokens // case.context
-    edges = (0, case.tokens)
+    edges, learned = (0, case.tokens), int(LEARNED * tokens)
     return PackedBatch(
         tokens=torch.zeros(tokens, dtype=torch.int64), labels=torch.zeros(tokens, dtype=torch.int64),
         positions=torch.arange(tokens), cu_seqlens=torch.tensor(edges, dtype=torch.int32), max_seqlen=case.tokens,
-        supervised_at=torch.arange(int(LEARNED * tokens)), cu_seqlens_host=edges, documents=None,  # type: ignore[arg-type]
+        supervised_at=torch.arange(learned), place_at=torch.zeros(learned, dtype=torch.int64), cu_seqlens_host=edges,
+        documents=np.zeros(1, dtype=np.int64),
     )  # fmt: skip
 
 

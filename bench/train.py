@@ -25,7 +25,8 @@ from whet.core.distributed import init_distributed
 from whet.core.yaml import parse_yaml
 from whet.model import attention
 from whet.run.data import make_plan, prepare_data
-from whet.run.models.model_builder import build_loss_model, build_model, make_loader
+from whet.run.loader import make_loader
+from whet.run.models.model_builder import build_loss_model, build_model
 from whet.training.optimizers.factory import build_optimizer
 from whet.training.precision import choose_precision
 from whet.training.step import ForwardPasses, train_step
@@ -50,7 +51,7 @@ def main(path: str = "builtin:smollm2", steps: str = "5") -> None:
     model = build_model(config, precision, ranks.device, len(data.tokenizer))
     root = build_loss_model(config, model, precision, ranks.device, len(data.tokenizer), data.max_document_length)
     optimizer = build_optimizer(root, config.train.optimizer, config.run.seed)
-    loader = make_loader(config, data.train.store, plan, ranks)
+    loader = make_loader(config, data.train.store, plan, ranks, root)
     context = precision.autocast(ranks.device)
 
     def ours(step: int) -> None:

@@ -116,7 +116,7 @@ def check(recipe: Recipe, *overrides: str) -> list[Finding]:
     """Check data, chat template, masks and model. A finding's `level` is ok, warning or fault."""
     from whet.preflight.run_checks import run_checks
 
-    return run_checks(_read(recipe, overrides), lambda finding: None)
+    return list(run_checks(_read(recipe, overrides)))
 
 
 def train(recipe: Recipe, *overrides: str, resume: bool = False, fresh: bool = False, until: int | None = None) -> Run:

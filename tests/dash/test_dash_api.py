@@ -284,7 +284,7 @@ def test_what_cannot_be_chatted_with_is_refused_at_once(dash, tiny_run, tmp_path
 
 
 def test_conversations_by_loss_are_those_of_whet_inspect(dash, tiny_run):
-    from whet.run.loss_lists import ConversationHistories
+    from whet.run.loss_histories import ConversationHistories
 
     expected = ConversationHistories.read(tiny_run)
     server = dash(tiny_run.parent)

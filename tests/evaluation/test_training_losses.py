@@ -100,7 +100,7 @@ def test_patterns_name_the_planted_conversations() -> None:
     assert histories.rows("suspicious").tolist()[0] == 42
     assert set(histories.rows("suspicious").tolist()) <= {42, 17, 23}
     assert histories.visits.tolist() == [3] * 100
-    history = histories.history(histories.row_of_document[23])
+    history = histories.history(histories.documents.tolist().index(23))
     assert history.steps == (1, 2, 3)
     assert history.losses == pytest.approx((2.0, 0.4, 1.1))
     assert len(LossHistories(records_of([]))) == 0

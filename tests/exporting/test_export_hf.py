@@ -20,7 +20,8 @@ from whet.core.files import hash_file, read_json, write_json
 from whet.exporting import trained_model
 from whet.exporting.dtypes import EXPORT_DTYPES
 from whet.exporting.exporter import write_export
-from whet.exporting.hf_folder import HFFolderFormat, StreamingSafetensorsWriter
+from whet.exporting.hf_folder import HFFolderFormat
+from whet.exporting.safetensors_writer import StreamingSafetensorsWriter
 from whet.exporting.spec import ExportMismatchError, ExportSpec, GenerationSettings
 from whet.exporting.trained_model import TrainedModel
 from whet.model import attention

@@ -13,18 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.core.errors import ExitCode
-from whet.launch import restart_policy
+from whet.launch import log_policies
 from whet.launch.config import LogPolicy
-from whet.launch.restart_policy import (
-    EXCLUDED_VARIABLE,
-    AttemptResult,
-    Finish,
-    PolicyMatch,
-    ProcessOutput,
-    decide_restart,
-    excludable_node,
-    exclude_node,
-)
+from whet.launch.log_policies import EXCLUDED_VARIABLE, PolicyMatch, ProcessOutput, excludable_node, exclude_node
+from whet.launch.restart_policy import AttemptResult, Finish, decide_restart
 
 GIVE_UP = LogPolicy(pattern="out of memory", action="give_up")
 EXCLUDE = LogPolicy(pattern=r"Xid .*: 79", action="exclude_node")
@@ -77,7 +69,7 @@ def test_lines_are_whole_however_they_arrive(parts: list[bytes], data: Any) -> N
 
 
 def test_a_pattern_that_takes_too_long_is_dropped(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(restart_policy, "_MATCH_S", 0.05)
+    monkeypatch.setattr(log_policies, "_MATCH_S", 0.05)
     slow = LogPolicy(pattern="^(a+)+$", action="give_up")
     output = output_of(f"echo {'a' * 40}!; echo aaa; echo out of memory", slow, GIVE_UP)
     assert output.match is not None

@@ -13,8 +13,9 @@ import pytest
 from launch_options import OPTIONS, STEPS
 from slurm_cluster import Cluster
 
+from whet.launch.slurm_commands import SlurmUnavailableError
 from whet.runs.control import cancel_run, stop_run
-from whet.runs.state import SlurmUnavailableError, query_jobs
+from whet.runs.jobs import query_jobs
 from whet.runs.summary import RunSummary, summarize_run_folder
 
 

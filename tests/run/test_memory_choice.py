@@ -20,8 +20,7 @@ from whet.config import read_config
 from whet.core.errors import RunFailedError
 from whet.run import assemble
 from whet.run.lifecycle import run_training
-from whet.run.memory_choice import bisect_largest
-from whet.training.run_state import micro_row_sizes
+from whet.run.memory_choice import bisect_largest, micro_row_sizes
 
 ROW = 128
 OPTIONS = (

@@ -262,7 +262,7 @@ def test_a_folder_for_the_store_is_filled_and_found_again(go: Go, folder: Path) 
     held = {"sources": [{"path": str(folder / "held.jsonl")}]}
     (folder / "held.jsonl").write_text(conversation_of(3) + conversation_of(77))
     first = go(store=str(folder / "mine"), validation=held)
-    assert first.stores() == {"train": f"{folder}/mine/train", "validation": f"{folder}/mine/validation"}
+    assert first.store_folders() == {"train": f"{folder}/mine/train", "validation": f"{folder}/mine/validation"}
     assert sorted(file.name for file in (folder / "mine").iterdir()) == ["train", "validation"]
     assert not (folder / "cache" / "stores").exists()
     again = go(store=str(folder / "mine"), validation=held)

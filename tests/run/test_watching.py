@@ -20,7 +20,7 @@ from whet.core.costs import Costs, counted_costs, predicted_costs, write_usage
 from whet.core.heartbeat import PHASE
 from whet.core.notify import Notifier
 from whet.evaluation.training_losses import losses_of_step, read_training_losses
-from whet.run.loss_lists import ConversationHistories
+from whet.run.loss_histories import ConversationHistories
 from whet.run.monitor import RunMonitor
 from whet.run.step_losses import choose_start, step_conversations
 from whet.training.run_state import Run

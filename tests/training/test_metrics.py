@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from whet.core.console import ExponentialAverage
 from whet.data.loader import StepTotals
 from whet.model.flops import AttentionCost, StepFlops
 from whet.training import metrics
-from whet.training.metrics import RunTotals, StepSpeed, StepTime, progress_note, step_metrics
+from whet.training.metrics import ExponentialAverage, RunTotals, StepSpeed, StepTime, progress_note, step_metrics
 from whet.training.step import StepResult
 
 

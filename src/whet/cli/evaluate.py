@@ -45,15 +45,16 @@ def evaluate(
     require_existing(model)
     from whet.core.console import print_result
     from whet.inference.comparison import format_results
-    from whet.run import eval_command
-    from whet.run.eval_command import run_lm_eval
 
     if lm_eval is not None:
+        from whet.run.lm_eval import run_lm_eval
+
         result = run_lm_eval(model, lm_eval, overrides or [])
     else:
-        result = eval_command.evaluate(
-            eval_command.EvaluationRequest(model, overrides or [], tasks, data, against, base, out)
-        )
+        from whet.run import eval_command
+
+        request = eval_command.EvaluationRequest(model, overrides or [], tasks, data, against, base, out)
+        result = eval_command.evaluate(request)
     if not as_json:
         for line in format_results(result):
             print_result(line)

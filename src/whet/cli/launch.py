@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -157,13 +156,7 @@ def launch(
         info(outcome.reason)
     elif outcome.exit_code == ExitCode.FAILED:  # the run itself has reported errors of its input
         print_error(f"error: {outcome.reason}")
-    return {
-        "run": str(config.folder),
-        "exit_code": outcome.exit_code,
-        "reason": outcome.reason,
-        "restarts": len(outcome.attempts) - 1,
-        "attempts": [asdict(attempt) for attempt in outcome.attempts],
-    }
+    return {"run": str(config.folder), **outcome.as_dict()}
 
 
 def _render_for_kubernetes(config: Config, is_new: bool, dry_run: bool, as_json: bool) -> dict[str, Any]:

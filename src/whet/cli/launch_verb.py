@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,12 +172,7 @@ def _launch_program(words: Sequence[str], verbs: Sequence[str], options: LaunchO
         print_error(f"error: {outcome.reason}")
     elif kind == "stopped":
         info(outcome.reason)
-    return {
-        "exit_code": outcome.exit_code,
-        "reason": outcome.reason,
-        "restarts": len(outcome.attempts) - 1,
-        "attempts": [asdict(attempt) for attempt in outcome.attempts],
-    }
+    return outcome.as_dict()
 
 
 def _launch_config(before: Sequence[str], call: VerbCall | None = None, config: Config | None = None) -> LaunchConfig:

@@ -43,6 +43,7 @@ def list_(
 def _list(name: str | None, as_json: bool) -> dict[str, Any]:
     from whet.core.console import info, print_result, warn
     from whet.registry.registry import Registry, parse_reference
+    from whet.report.formatting import format_table
 
     registry = Registry()
     if name is not None:
@@ -71,7 +72,7 @@ def _list(name: str | None, as_json: bool) -> dict[str, Any]:
     if not as_json:
         if not rows:
             info(f"no models in {registry.root}. Add one: whet models add NAME RUN")
-        for line in _format_table([("model", "aliases", "val_loss", "added", "from"), *rows] if rows else []):
+        for line in format_table(("model", "aliases", "val_loss", "added", "from"), rows) if rows else ():
             print_result(line)
     return {"registry": str(registry.root), "models": models}
 
@@ -247,8 +248,3 @@ def _format_time(seconds: float) -> str:
     import datetime
 
     return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="minutes")
-
-
-def _format_table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -112,8 +112,7 @@ def _run(plan: SearchPlan, resume: bool, on_slurm: bool, as_json: bool) -> dict[
 
 def _print_preview(planned: dict[str, Any], plan: SearchPlan, with_rungs: bool, to_stdout: bool) -> None:
     from whet.core.console import info, print_result
-    from whet.report.formatting import format_count
-    from whet.runs.text import format_table
+    from whet.report.formatting import format_count, format_table
 
     unit, has_tokens = planned["unit"], planned["tokens"] is not None
     rows = [
@@ -143,7 +142,7 @@ def _format_trials(expected: float) -> str:
 
 def _print_result(result: SearchResult, plan: SearchPlan, to_stdout: bool) -> None:
     from whet.core.console import info, print_result
-    from whet.runs.text import format_table
+    from whet.report.formatting import format_table
     from whet.search.results import short_names, table_cells
 
     head, rows = table_cells(result, plan)

@@ -141,6 +141,6 @@ def _report(folder: Path, smoke: bool, dry_run: bool, was_finished: bool) -> dic
 def _replay(file: Path, alone: bool) -> dict[str, Any]:
     if not alone:
         raise UsageError("--replay takes all settings from the run that wrote the file: remove the other arguments")
-    from whet.run.replay import replay_batch
+    from whet.run.replay_batch import replay_batch
 
     return replay_batch(file)

@@ -18,7 +18,7 @@ from whet.core.console import info, silence_libraries, warn
 from whet.core.errors import RunFailedError, WhetError, first_line, os_error
 from whet.core.files import atomic_dir, hash_file, require_disk_space, user_path
 from whet.exporting.dtypes import export_dtype_of
-from whet.exporting.hf_folder import StreamingSafetensorsWriter
+from whet.exporting.safetensors_writer import StreamingSafetensorsWriter
 from whet.exporting.spec import ExportFindings
 from whet.exporting.trained_model import compute_logits
 from whet.exporting.verification import compare_logits

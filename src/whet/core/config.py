@@ -54,11 +54,9 @@ def config_error(key: str, reason: str) -> PydanticCustomError:
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-def load_config(
-    root: type[AnySection], path: Path | None, overrides: Sequence[str] = (), expand: Expand = "all"
-) -> AnySection:
+def load_config(root: type[AnySection], path: Path | None, overrides: Sequence[str] = ()) -> AnySection:
     """Read a recipe and the recipes it extends, apply KEY=VALUE overrides, validate."""
-    return validate_config(root, read_tree(root, path, overrides, expand))
+    return validate_config(root, read_tree(root, path, overrides))
 
 
 def read_tree(root: type[Section], path: Path | None, overrides: Sequence[str] = (), expand: Expand = "all") -> Node:

@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import json
 import logging
-import math
 import os
 import sys
 import time
@@ -318,21 +317,3 @@ def silence_libraries() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch|transformers|peft")
     # peft looks for them among modules alone, not among stacked experts; whet refuses patterns that match nothing
     warnings.filterwarnings("ignore", category=RuntimeWarning, message=r"The following \w+_pattern keys did not match")
-
-
-class ExponentialAverage:
-    """An exponential moving average, unbiased from the first value on.
-
-    The plain average starts at 0, so after n values only a share 1 − βⁿ of it is data. Dividing by that share makes
-    the first output the first value. A missing or non-finite value adds no data and does not count.
-    """
-
-    def __init__(self, beta: float = 0.9) -> None:
-        self._beta, self._sum, self._count = beta, 0.0, 0
-
-    def add(self, value: float | None) -> float:
-        """Add a value and return the average; NaN before the first finite value."""
-        if value is not None and math.isfinite(value):
-            self._sum = self._beta * self._sum + (1 - self._beta) * value
-            self._count += 1
-        return self._sum / (1 - self._beta**self._count) if self._count else math.nan

@@ -170,7 +170,8 @@ def init_distributed(timeout_s: float = 1800.0, share_gpu: bool = False, kind: s
                 store_barrier("joining", rank, world_size, _log_missing)
             else:
                 host, port = launch_env.store_address()
-                barrier = StartBarrier(host, port, launch_env.job(), world_size, "processes", timeout_s)
+                job = str(launch_env.slurm_job() or "")
+                barrier = StartBarrier(host, port, job, world_size, "processes", timeout_s)
                 _store, _ = join_rendezvous(barrier, may_host=rank == 0)  # in use until the process group shares it
             dist.init_process_group(_backend_for(device, share_gpu), timeout=datetime.timedelta(seconds=timeout_s))
     return Ranks(rank, world_size, device)

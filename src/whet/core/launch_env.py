@@ -65,9 +65,10 @@ def store_address() -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
-def job() -> str:
-    """What the processes of one job share: Slurm's number of it, else nothing."""
-    return os.environ.get("SLURM_JOB_ID", "")
+def slurm_job() -> int | None:
+    """The number of the Slurm job that this process is in."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return int(job) if job.isdecimal() else None
 
 
 def started_by_torchrun() -> bool:

@@ -145,9 +145,9 @@ class RunFolder:
             self.path / "status.json",
             {
                 "format": RUN_FORMAT, "state": state, "step": step, "steps": steps, "host": socket.gethostname(),
-                "pid": os.getpid(), "job": slurm_job(), "started": self._started, "heartbeat": self._heartbeat,
-                "exit_code": exit_code, "reason": reason and mask_secrets(reason), "phase": PHASE.name,
-                "first_step": self.first_step, "step_offset": self.step_offset,
+                "pid": os.getpid(), "job": launch_env.slurm_job(), "started": self._started,
+                "heartbeat": self._heartbeat, "exit_code": exit_code, "reason": reason and mask_secrets(reason),
+                "phase": PHASE.name, "first_step": self.first_step, "step_offset": self.step_offset,
             },
         )  # fmt: skip
 
@@ -313,7 +313,7 @@ class FolderLock:
         now = datetime.datetime.now(datetime.UTC)
         details = {
             "since": now.timestamp(), "machine": machine_id(),
-            "supervisor": os.environ.get(SUPERVISOR_VARIABLE), "job": slurm_job(),
+            "supervisor": os.environ.get(SUPERVISOR_VARIABLE), "job": launch_env.slurm_job(),
         }  # fmt: skip
         self._file.truncate(0)
         moment = now.isoformat(timespec="seconds")
@@ -326,12 +326,6 @@ class FolderLock:
 
     def release(self) -> None:
         self._file.close()
-
-
-def slurm_job() -> int | None:
-    """The number of the Slurm job that this process is in."""
-    job = os.environ.get("SLURM_JOB_ID", "")
-    return int(job) if job.isdecimal() else None
 
 
 @dataclass(frozen=True, slots=True)

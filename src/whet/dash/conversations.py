@@ -18,7 +18,7 @@ from whet.data.render.detokenize import Decoder, open_decoder, supervised_segmen
 from whet.evaluation.training_losses import LOSS_PATTERNS, LossPattern, losses_of_step, read_training_losses
 from whet.report.charts import downsample
 from whet.report.formatting import finite_number
-from whet.run.loss_lists import ConversationHistories, ConversationLoss
+from whet.run.loss_histories import ConversationHistories, ConversationLoss
 
 MAX_TOKENS = 4000
 """Of a conversation that are shown."""

@@ -42,27 +42,27 @@ def bootstrap_interval(scores: Sequence[float], least: float = 0.0, seed: int = 
     return float(low), float(high)
 
 
-def paired_difference(a: Sequence[float], b: Sequence[float], graded: bool, seed: int = 0) -> PairedDifference:
+def paired_difference(a: Sequence[float], b: Sequence[float], graded: bool) -> PairedDifference:
     """`a` − `b`, paired by example. Scores of 0 and 1 use McNemar's exact test, graded ones a permutation test."""
     differences = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
     p = (
-        _permutation_p_value(differences, np.random.default_rng(seed + 1))
+        _permutation_p_value(differences, np.random.default_rng(1))
         if graded
         else mcnemar_p_value(int((differences > 0).sum()), int((differences < 0).sum()))
     )
-    interval = bootstrap_interval(differences.tolist(), -1.0, seed)
+    interval = bootstrap_interval(differences.tolist(), -1.0)
     return PairedDifference(float(differences.mean()), interval, p, "permutation" if graded else "mcnemar")
 
 
 def paired_loss_difference(
-    a: NDArray[np.float64], b: NDArray[np.float64], tokens: NDArray[np.integer], seed: int = 0
+    a: NDArray[np.float64], b: NDArray[np.float64], tokens: NDArray[np.integer]
 ) -> PairedDifference:
     """The difference of two losses per token, paired by conversation. `a`, `b`: the summed loss of each conversation's
     `tokens`. Conversations are drawn as a whole, because their tokens depend on each other."""
     differences, weights = np.asarray(a - b, dtype=np.float64), tokens.astype(np.float64)
-    means = _bootstrap_means(differences, np.random.default_rng(seed), weights)
+    means = _bootstrap_means(differences, np.random.default_rng(0), weights)
     low, high = np.percentile(means, [2.5, 97.5])
-    p = _permutation_p_value(differences / weights.mean(), np.random.default_rng(seed + 1))
+    p = _permutation_p_value(differences / weights.mean(), np.random.default_rng(1))
     return PairedDifference(float(differences.sum() / weights.sum()), (float(low), float(high)), p, "permutation")
 
 

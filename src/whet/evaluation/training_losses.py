@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -159,10 +158,6 @@ class LossHistories:
             int(self.documents[row]), int(self.tokens[row]), tuple(records["step"].tolist()),
             tuple(records["loss"].tolist()), float(self.score[row]),
         )  # fmt: skip
-
-    @cached_property
-    def row_of_document(self) -> dict[int, int]:
-        return {int(document): row for row, document in enumerate(self.documents)}
 
 
 def _outlier_scores(records: NDArray[np.void]) -> NDArray[np.float64]:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from whet.config import Config
 from whet.core import launch_env
 from whet.core.checksums import read_hashed_json, write_hashed_json
@@ -16,6 +14,7 @@ from whet.core.costs import Costs
 from whet.core.distributed import get_local_device
 from whet.core.errors import WhetError, first_line
 from whet.core.run_folder import RunFolder
+from whet.data.plan.planner import typical_length
 from whet.execution import device_memory
 from whet.fit.estimate import GIB, LargestBatch, MemoryParts, predict_memory
 from whet.fit.measure import Measurement, measure_run
@@ -118,7 +117,7 @@ def _measure_choices(run: Run, config: Config, metric: Metric) -> FitResult:
     choose_memory_settings(run, config, use_cache=False)
     device = run.ranks.device
     capacity, sizes, measured = device_memory.capacity(device), row_sizes(run, config), list[Measurement]()
-    for choice in _worth_measuring(run, config, metric, sizes, measured):
+    for choice in _worth_measuring(run, config, metric, sizes):
         if choice.micro_rows != run.loader.micro_rows:
             set_micro_rows(run, choice.micro_rows)
         measured.append(measure_run(run))
@@ -141,21 +140,16 @@ def _predict(run: Run, choice: MemoryChoice) -> MemoryParts | None:
     parallel = run.config.parallel.model_copy(update={"recompute": choice.recompute, "offload": choice.offload})
     worst = run.loader.worst_batch()
     batch = LargestBatch(len(worst.tokens), len(worst.supervised_at), -(-run.loader.max_rank_rows // choice.micro_rows))
-    lengths = run.store.lengths[run.plan.documents].astype(np.float64)
+    config, lengths = run.config.model_copy(update={"parallel": parallel}), run.store.lengths[run.plan.documents]
     try:
-        return predict_memory(
-            run.config.model_copy(update={"parallel": parallel}), run.ranks.device, batch,
-            float((lengths**2).sum() / lengths.sum()),
-        )  # fmt: skip
+        return predict_memory(config, run.ranks.device, batch, typical_length(lengths))
     except Exception as error:  # fake tensors do not support every model's code
         warn(f"memory is not predicted: {first_line(error)}")
         return None
 
 
-def _worth_measuring(
-    run: Run, config: Config, metric: Metric, sizes: list[int], measured: list[Measurement]
-) -> Iterator[MemoryChoice]:
-    """What may be the best, one after another; `measured` grows meanwhile.
+def _worth_measuring(run: Run, config: Config, metric: Metric, sizes: list[int]) -> Iterator[MemoryChoice]:
+    """What may be the best, one after another.
 
     For throughput: the largest micro-batch that fits; if memory limits it, the next smaller one, and if both are small,
     the same with recomputation and then offload. For memory: one row with each setting.

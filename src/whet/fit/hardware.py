@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from whet.core.errors import WhetError
 from whet.model.flops import peak_flops_of
+from whet.run.memory_choice import MAX_SHARE
 
 # Cards: memory, bandwidth and links, from the vendors' data sheets.
 #
@@ -78,12 +79,6 @@ def find_card(name: str) -> Card:
     return found
 
 
-def card_of_device(device: str) -> Card | None:
-    """The card that a driver's device name belongs to; None if it is not in the table."""
-    by_name = {card.device: card for card in CARDS}
-    return by_name.get(device)
-
-
 def _plain(name: str) -> str:
     return "".join(letter for letter in name.casefold() if letter.isalnum())
 
@@ -96,8 +91,6 @@ _PLAN = re.compile(r"\s*(\d{1,9})\s*[x×*]\s*(\d{1,9})\s*[x×*]\s*(\S.*?)\s*", r
 _MOST_DEVICES = 10**6
 _CONTEXT_BYTES, _NCCL_BYTES = 2**29, 2**30
 """What the driver and the libraries of collectives take on each device, beside torch's tensors."""
-_MAX_SHARE = 0.92
-"""Of a device's memory that a run uses, as `train.micro_rows: auto` does: the rest is for fragments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +110,7 @@ class Hardware:
     def usable_bytes(self) -> int:
         """What the tensors of a run may take on one device."""
         taken = _CONTEXT_BYTES + (_NCCL_BYTES if self.world > 1 else 0)
-        return int(self.card.memory * _MAX_SHARE) - taken
+        return int(self.card.memory * MAX_SHARE) - taken
 
     def __str__(self) -> str:
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes:,} nodes"

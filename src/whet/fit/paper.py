@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from whet.config import Config
 from whet.core.console import info
 from whet.core.errors import WhetError
-from whet.data.plan.planner import Plan
+from whet.data.plan.planner import Plan, typical_length
 from whet.fit.estimate import LargestBatch, MemoryParts, Sharding, estimate_memory, trace_batch, training_size
 from whet.fit.fake_model import FakeModel, build_fake_model
 from whet.fit.hardware import Card, Hardware
@@ -53,8 +53,7 @@ class DataFacts:
     @property
     def typical_length(self) -> float:
         """The length of the document that an average token is in."""
-        lengths = self.lengths.astype(np.float64)
-        return float((lengths**2).sum() / max(1.0, lengths.sum()))
+        return typical_length(self.lengths)
 
 
 def read_data_facts(data: RunData, plan: Plan) -> DataFacts:

@@ -110,7 +110,7 @@ def reasons(config: Config, estimate: PaperEstimate) -> list[str]:
         f"{usable:.1f} GiB for tensors"
     ]
     if best is not None and hardware.world > 1:
-        found.append(_sharding_reason(config, estimate, best))
+        found.append(_sharding_reason(estimate, best))
     if best is not None and best.recompute == "full" and estimate.kept is not None:
         found.append(_recompute_reason(best, estimate.kept, hardware.usable_bytes))
     shown = best or estimate.smallest
@@ -139,7 +139,7 @@ def reasons(config: Config, estimate: PaperEstimate) -> list[str]:
     return found
 
 
-def _sharding_reason(config: Config, estimate: PaperEstimate, best: Candidate) -> str:
+def _sharding_reason(estimate: PaperEstimate, best: Candidate) -> str:
     hardware = estimate.hardware
     others = {each.shard: each for each in estimate.candidates}
     if best.shard == 1:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whet.config import Config
+from whet.data.plan.planner import typical_length
 from whet.execution.cuda_graphs import max_gradient_bytes
 from whet.fit.estimate import Sharding, training_size, trains_all
 from whet.fit.fake_model import FakeModel
@@ -80,8 +81,7 @@ class StepWork:
     @property
     def is_long(self) -> bool:
         """Whether attention is cuDNN's: by the length of the document that a random token is in."""
-        total = self.lengths.sum(dtype=np.int64)
-        return bool(total) and float((self.lengths.astype(np.float64) ** 2).sum() / total) >= CUDNN_MIN_LENGTH
+        return typical_length(self.lengths) >= CUDNN_MIN_LENGTH
 
 
 def estimate_step_time(

@@ -162,15 +162,15 @@ class InlineCalculator:
     """Evaluates expressions between special tokens: inserts <|output_start|>24<|output_end|> after
     <|python_start|>48/2<|python_end|>, and nothing after an invalid expression."""
 
-    def __init__(self, renderer: Renderer, markers: Sequence[str] = INLINE_CALL_TOKENS) -> None:
+    def __init__(self, renderer: Renderer) -> None:
         self.tokenizer = renderer.tokenizer
         vocabulary = self.tokenizer.get_vocab()
-        missing = [name for name in markers if name not in vocabulary]
+        missing = [name for name in INLINE_CALL_TOKENS if name not in vocabulary]
         if missing:
             raise WhetError(
                 f"calculator: the tokenizer has no token {missing[0]}, so the model cannot call the calculator inline"
             )
-        self.open, self.close, self.output, self.end = (vocabulary[name] for name in markers)
+        self.open, self.close, self.output, self.end = (vocabulary[name] for name in INLINE_CALL_TOKENS)
 
     def new_state(self) -> ToolState:
         return _InlineCalculatorState(self)

@@ -142,12 +142,12 @@ def _job_spec(config: Config, nodes: int, host: str, backoff_limit: int) -> Obje
         },
         "template": {
             "metadata": {"labels": _metadata(config)["labels"]},
-            "spec": _pod_spec(config, _arguments(config, nodes, f"{host}:{_PORT}")),
+            "spec": _pod_spec(config, _arguments(nodes, f"{host}:{_PORT}")),
         },
     }
 
 
-def _arguments(config: Config, nodes: int, rendezvous: str) -> list[str]:
+def _arguments(nodes: int, rendezvous: str) -> list[str]:
     several = [f"launch.nodes={nodes}", f"launch.rendezvous={rendezvous}"] if nodes > 1 else []
     return ["python", "-m", "whet", "launch", f"{_RECIPE_FOLDER}/recipe.yaml", "--resume", *several]
 
@@ -232,9 +232,7 @@ def _job_set(config: Config, nodes: int) -> Object:
 def _train_job(config: Config, nodes: int) -> Object:
     """trainer.kubeflow.org/v1alpha1, for the runtime torch-distributed, whose torch plugin names the first pod."""
     launch, pod = config.launch, _pod_spec(config, [])
-    command = shlex.join(_arguments(config, nodes, "HOST:PORT")).replace(
-        "HOST:PORT", "$PET_MASTER_ADDR:$PET_MASTER_PORT"
-    )
+    command = shlex.join(_arguments(nodes, "HOST:PORT")).replace("HOST:PORT", "$PET_MASTER_ADDR:$PET_MASTER_PORT")
     trainer = {
         "image": launch.kubernetes.image,
         "command": ["/bin/sh", "-c", f"cd {shlex.quote(launch.kubernetes.mount)} && exec {command}"],

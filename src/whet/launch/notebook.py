@@ -26,8 +26,7 @@ from pathlib import Path
 from whet.core.console import info, print_error
 from whet.core.errors import WhetError
 from whet.core.files import read_json
-from whet.launch.slurm import ENDED_STATES, POLL_S, describe_end, run_slurm
-from whet.launch.slurm_jobs import task_records
+from whet.launch.slurm_commands import ENDED_STATES, POLL_S, describe_end, run_slurm, task_records
 
 LOCAL_PORT = 8888
 IDLE_S = 3600

@@ -7,46 +7,20 @@ import math
 import os
 import re
 import shlex
-import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from whet.config import Config
 from whet.core.console import info, warn
 from whet.core.errors import ExitCode, WhetError
 from whet.core.files import append_json_line, atomic_write, file_lock, hash_bytes, read_json, read_json_lines, user_path
 from whet.core.run_folder import read_status
+from whet.launch.slurm_commands import ENDED_STATES, POLL_S, describe_end, job_record, job_state, run_slurm, sbatch
 from whet.launch.slurm_script import SlurmJob, render_script, require_plain_paths, time_limit_seconds, warning_seconds
 
 SCRIPT, RECIPE, JOBS = "job.sh", "recipe.yaml", "jobs.jsonl"
-POLL_S = 2.0
-_COMMAND_S = 60.0
-ENDED_STATES = (
-    "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
-)  # fmt: skip
-
-_NEVER = re.compile(
-    "PartitionNodeLimit|PartitionTimeLimit|PartitionConfig|BadConstraints|PartitionInactive|InvalidAccount|InvalidQOS"
-    "|can't_use_this_partition"
-)
-"""Why Slurm keeps a job in its queue that it will not start as things are."""
-_REFUSALS = {
-    r"invalid ?account|account_not|account.*partition": (
-        "launch.slurm.account", "`sacctmgr show associations user=$USER` lists yours",
-    ),
-    r"invalid partition|use_this_partition": ("launch.slurm.partition", "`sinfo -s` lists the partitions"),
-    r"invalid ?qos": ("launch.slurm.qos", "`sacctmgr show qos` lists them"),
-    r"time ?limit": ("launch.slurm.time", "`sinfo -o '%P %l'` shows the limit of each partition"),
-    r"feature|BadConstraints": ("launch.slurm.constraint", "`sinfo -o '%P %f'` shows the features of nodes"),
-    r"node count|too many nodes|PartitionNodeLimit": ("launch.nodes", "`sinfo -s` shows how many nodes there are"),
-    r"PartitionInactive|PartitionConfig": ("launch.slurm.partition", "`scontrol show partition` shows its limits"),
-    r"node configuration|generic resource|gres": (
-        "launch.gpus, launch.slurm.cpus or launch.slurm.memory", "`sinfo -o '%P %D %c %m %G'` shows what nodes have",
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +32,7 @@ class Submitted:
     script: Path
 
 
-def slurm_job(config: Config, then: Sequence[str] | None = None, until: int | None = None) -> SlurmJob:
+def job_of_run(config: Config, then: Sequence[str] | None = None, until: int | None = None) -> SlurmJob:
     """The job of a run, up to the step `until`, or of the command that follows it."""
     require_plain_paths(config.folder)
     folder, name = config.folder / "slurm", config.run.name or "whet"
@@ -70,7 +44,7 @@ def slurm_job(config: Config, then: Sequence[str] | None = None, until: int | No
 
 def render_job(config: Config, until: int | None = None) -> str:
     """The script that would be submitted."""
-    return render_script(slurm_job(config, until=until))
+    return render_script(job_of_run(config, until=until))
 
 
 def submit_run(
@@ -81,7 +55,7 @@ def submit_run(
     none. `warns`: of what defeats the run's survival."""
     require_submittable(config, resume)
     env = config.launch.required_variables()
-    job = slurm_job(config, until=until)
+    job = job_of_run(config, until=until)
     for problem in cluster_problems(config, chain):
         if warns:
             warn(problem)
@@ -98,7 +72,7 @@ def submit_run(
                 jobs.append(sbatch([*after, str(script)], env))
             if then is not None:
                 words = [word.replace("{run}", str(config.folder)) for word in shlex.split(then)]
-                then_script = write_script(job.folder / "then.sh", render_script(slurm_job(config, words)))
+                then_script = write_script(job.folder / "then.sh", render_script(job_of_run(config, words)))
                 jobs.append(sbatch([f"--dependency=afterok:{jobs[-1]}", str(then_script)], env))
         except WhetError:
             if jobs:
@@ -137,76 +111,12 @@ def write_script(path: Path, text: str) -> Path:
     return path
 
 
-def sbatch(arguments: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) -> int:
-    """Submit a script; returns the job's number. A job that would wait forever is refused too. `env`: variables for the
-    job, which has the environment of whoever submits it."""
-    done = run_slurm("sbatch", "--parsable", *arguments, env=env)
-    if done.returncode == 0:
-        job = int(done.stdout.strip().split(";")[0].splitlines()[-1])
-        reason = _pending_reason(job)
-        if not _NEVER.search(reason):
-            return job
-        run_slurm("scancel", str(job))
-    else:
-        reason = done.stderr.strip().removeprefix("sbatch: error: ")
-    for pattern, (key, remedy) in _REFUSALS.items():
-        if re.search(pattern, reason, re.IGNORECASE):
-            raise WhetError(f"{key}: Slurm refused the job ({reason}). {remedy}")
-    raise WhetError(f"Slurm refused the job: {reason}")
-
-
-def _pending_reason(job: int) -> str:
-    """Why a new job waits, as far as the scheduler tells within two seconds."""
-    for _ in range(10):
-        fields = job_fields(job)
-        if fields.get("JobState") != "PENDING" or fields.get("Reason") not in ("None", "PartitionConfig"):
-            break
-        time.sleep(0.2)
-    return fields.get("Reason", "")
-
-
-def run_slurm(
-    program: str, *arguments: str, env: Mapping[str, str] = MappingProxyType({})
-) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            [program, *arguments], capture_output=True, text=True, check=False, timeout=_COMMAND_S,
-            env={**_plain_output(), **env},
-        )  # fmt: skip
-    except FileNotFoundError:
-        raise WhetError(
-            f"--on slurm: {program} is not installed here. Run this on a login node of the cluster; --dry-run prints "
-            "the script anywhere"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise WhetError(f"--on slurm: {program} did not answer within {_COMMAND_S:g} s. Is slurmctld up?") from None
-
-
-def _plain_output() -> dict[str, str]:
-    """Without what changes the output or the options of Slurm's commands."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SBATCH_", "SINFO_"))}
-
-
-# Following a job.
-
-
-def job_state(job: int) -> str | None:
-    """Such as PENDING or COMPLETED; None for a job that Slurm has forgotten."""
-    return job_fields(job).get("JobState")
-
-
-def job_fields(job: int) -> dict[str, str]:
-    """What `scontrol show job` tells; empty for a job that Slurm has forgotten."""
-    done = run_slurm("scontrol", "show", "job", str(job), "--oneliner")
-    return dict(re.findall(r"(\w+)=(\S*)", done.stdout)) if done.returncode == 0 else {}
-
-
 def follow_run(folder: Path, jobs: Sequence[int]) -> tuple[int, str]:
     """Wait for the last of the jobs; returns the run's exit code and how the job ended."""
     shown, state, fields = "", "COMPLETED", dict[str, str]()
     for job in jobs:
         while True:
-            fields = job_fields(job)
+            fields = job_record(job)
             state = fields.get("JobState", "COMPLETED")
             if state in ENDED_STATES or not fields:
                 break
@@ -236,15 +146,6 @@ def follow_run(folder: Path, jobs: Sequence[int]) -> tuple[int, str]:
             "folder that all nodes share: run.dir=FOLDER"
         )
     return int(code or ended_with or ExitCode.FAILED), reason
-
-
-def describe_end(state: str) -> str:
-    """Why Slurm has ended a job."""
-    reasons = {
-        "NODE_FAIL": "a node failed", "TIMEOUT": "its time limit ended it", "CANCELLED": "it was cancelled",
-        "OUT_OF_MEMORY": "it used more memory than launch.slurm.memory", "PREEMPTED": "it was preempted",
-    }  # fmt: skip
-    return reasons.get(state, state.lower())
 
 
 # What defeats a run's survival.

@@ -11,7 +11,8 @@ from whet.core.console import info
 from whet.core.errors import ExitCode, WhetError
 from whet.core.files import append_json_line, resolve_path
 from whet.launch.config import LaunchConfig
-from whet.launch.slurm import ENDED_STATES, JOBS, POLL_S, describe_end, run_slurm, sbatch, write_script
+from whet.launch.slurm import JOBS, write_script
+from whet.launch.slurm_commands import ENDED_STATES, POLL_S, describe_end, run_slurm, sbatch, task_records
 from whet.launch.slurm_script import ShellText, SlurmJob, render_script, require_plain_paths
 
 
@@ -90,17 +91,6 @@ def follow_jobs(jobs: Sequence[int], folder: Path) -> tuple[int, str]:
                 end = f"exit code {code}" if task["JobState"] == "FAILED" else describe_end(task["JobState"])
                 return code, f"job {_task_name(task)}: {end}; its output is in {task.get('StdOut', folder)}"
     return ExitCode.DONE, f"job {jobs[-1]}: completed; its output is in {tasks[-1].get('StdOut', folder)}"
-
-
-def task_records(job: int) -> list[dict[str, str]]:
-    """What `scontrol show job` tells of a job, or of each task of an array; tasks that wait are one record."""
-    done = run_slurm("scontrol", "show", "job", str(job), "--oneliner")
-    lines = done.stdout.splitlines() if done.returncode == 0 else []
-    records = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
-    return sorted(
-        (record for record in records if "JobState" in record),
-        key=lambda record: int(re.match(r"\d*", record.get("ArrayTaskId", ""))[0] or 0),  # type: ignore[index]
-    )
 
 
 def _describe_tasks(tasks: Sequence[dict[str, str]]) -> str:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from whet.core.errors import WhetError
 from whet.launch.config import LaunchConfig, SlurmConfig
-from whet.launch.restart_policy import EXCLUDED_VARIABLE
+from whet.launch.log_policies import EXCLUDED_VARIABLE
 from whet.launch.supervise import GIVEN_UP_VARIABLE
 
 _WARNING_S = 300

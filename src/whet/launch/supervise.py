@@ -24,14 +24,12 @@ from whet.core.notify import Notifier
 from whet.core.run_folder import SUPERVISOR_VARIABLE, record_failure
 from whet.core.signals import child_pids, exit_is_undisturbed, identify_process, stop_signals
 from whet.launch.local import LaunchJob, launch_command
+from whet.launch.log_policies import ProcessOutput, excludable_node, exclude_node
 from whet.launch.restart_policy import (
     AttemptResult,
     Finish,
-    ProcessOutput,
     Restart,
     decide_restart,
-    excludable_node,
-    exclude_node,
     finished_steps,
     read_attempt_result,
     read_program_result,
@@ -50,6 +48,15 @@ class LaunchResult:
     exit_code: int
     reason: str
     attempts: list[AttemptResult]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "exit_code": self.exit_code,
+            "reason": self.reason,
+            "restarts": len(self.attempts) - 1,
+            "attempts": [asdict(attempt) for attempt in self.attempts],
+        }
 
 
 def supervise(job: LaunchJob, stdout: int | None = _STDERR) -> LaunchResult:

@@ -25,7 +25,7 @@ from whet.data.read.token_files import TokenFile
 from whet.data.render.detokenize import Decoder, open_decoder, supervised_segments
 from whet.evaluation.training_losses import LOSS_PATTERNS, LossPattern
 from whet.run.data import RunData, load_ledger_data, make_plan, prepare_data
-from whet.run.loss_lists import ConversationHistories
+from whet.run.loss_histories import ConversationHistories
 from whet.run.models.model_reference import resolve_model_reference
 
 _SUPERVISED_STYLE, _CONTEXT_STYLE = "bold green", "dim"
@@ -249,7 +249,7 @@ def show_step(run: Path, step: int, limit: int, pieces: bool, silent: bool) -> d
     for each in ranked[:limit]:
         place = f"{each.source}:{each.line}"
         title = f"step {step} · {place} · {sum(each.supervised)} supervised tokens · loss {_number(each.loss)}"
-        console.print(Text(f"── {escape_controls(title)} ──", style="bold"))
+        console.print(_render_title(title))
         shown = Text()
         for position, (text, loss) in enumerate(zip(each.texts, each.losses, strict=True)):
             if pieces:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from whet.config import Config
-from whet.core.costs import format_estimate
-from whet.core.errors import ExitCode, WhetError, describe_error
+from whet.core.errors import ExitCode, WhetError
 from whet.core.resources import device_count
 from whet.data.prepare.tokenize import BadLineError
 from whet.preflight.data_checks import (
@@ -22,225 +18,18 @@ from whet.preflight.data_checks import (
     check_store,
     check_template,
 )
-from whet.run.data import RunData, load_run_tokenizer, make_conversation_tokenizer, make_plan, prepare_data
+from whet.preflight.model_checks import check_model
+from whet.run.data import RunData, make_conversation_tokenizer, make_plan, prepare_data
 from whet.run.step_rows import describe_shortage, find_shortage, most_rows, step_layout, typical_rows
 
-if TYPE_CHECKING:
-    from torch import nn
 
-    from whet.core.distributed import Ranks
-    from whet.model.loss.loss_model import LossModel
-    from whet.training.precision import PrecisionPolicy
-
-_MAX_UNUSED_ROWS = 0.1
-"""Embeddings are often padded for speed; a larger share of unused rows is suspicious."""
-_VOCABULARY_MULTIPLE = 128
-"""To which GPT-NeoX and Megatron pad the rows of a model."""
-
-
-def check_model(config: Config, data: RunData | None) -> Iterator[Finding]:
-    """Load the model as training does and run it on two packed documents."""
-    from whet.core.distributed import init_distributed
-    from whet.model.attention.recurrent import recurrent_layers
-    from whet.model.fp8.conversion import FP8Error
-    from whet.model.lora.peft_adapters import embedding_rows
-    from whet.run.models.model_builder import VocabularyError, build_loss_model, build_model
-    from whet.run.plan_summary import outputs_router_logits, randomness_remarks, router_aux_loss_remark
-    from whet.training.precision import choose_precision
-
-    try:
-        tokens = len(load_run_tokenizer(config) if data is None else data.tokenizer)
-        ranks = init_distributed(kind=config.run.device)
-        device = ranks.device
-        precision = choose_precision(config, device)
-        model = build_model(config, precision, device, tokens, typical=0 if data is None else data.typical_length)
-    except VocabularyError as error:
-        yield Finding("vocabulary", "fault", str(error))
-        return
-    except WhetError as error:
-        yield Finding("model", "fault", str(error))
-        return
-    except (RuntimeError, ImportError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-        yield Finding("model", "fault", _model_error_text(config, "cannot be built", error))
-        return
-    if config.quantize is not None:
-        yield _quantization_finding(model, config.quantize)
-    if config.adapter is not None:
-        yield _adapter_finding(model, config.adapter.targets)
-    if config.parallel.tensor > 1:
-        yield _tensor_parallel_finding(model, config.parallel.tensor)
-    if config.parallel.expert > 1:
-        yield _expert_parallel_finding(model, config.parallel.expert)
-    yield _vocabulary_finding(tokens, embedding_rows(model))
-    try:
-        longest = config.data.max_length if data is None else data.max_document_length
-        root = build_loss_model(config, model, precision, device, tokens, longest)
-        if root.unpacked:
-            how = "in padded batches" if root.pads else "one conversation at a time"
-            text = f"this model is trained unpacked, {how}, which is slower: {root.unpacked}"
-            yield Finding("leak", "warning", text)
-        else:
-            kinds = " and ".join(sorted({type(layer).__name__ for layer in recurrent_layers(root.language_model)}))
-            text = "another conversation in the row changes no logit of this model"
-            yield Finding("leak", "ok", text + (f"; the state of {kinds} starts anew with each" if kinds else ""))
-        for remark in randomness_remarks(root):
-            yield Finding("random", "warning", remark)
-        if (router_remark := router_aux_loss_remark(config, root)) is not None:
-            is_missing = config.train.router_aux_loss == 0 and outputs_router_logits(root)
-            yield Finding("router loss", "warning" if is_missing else "ok", router_remark)
-    except FP8Error as error:
-        yield Finding("model", "fault", str(error))
-    except WhetError as error:
-        yield Finding("leak", "fault", str(error))
-    except (RuntimeError, ImportError, ArithmeticError, LookupError) as error:
-        yield Finding("leak", "fault", _model_error_text(config, "fails on two packed conversations", error))
-    else:
-        if data is not None and device.type == "cpu" and config.launch.nodes == 1:  # else this is not where it runs
-            yield _time_finding(config, data, root, ranks, precision)
-    if data is not None:
-        own = model.config.get_text_config()  # type: ignore[union-attr, operator]
-        yield _position_finding(data, getattr(own, "max_position_embeddings", None))
-
-
-def _time_finding(config: Config, data: RunData, root: LossModel, ranks: Ranks, precision: PrecisionPolicy) -> Finding:
-    """From one micro-batch: on a CPU, a training that takes days is easily started."""
-    from whet.run.models.model_builder import make_loader
-
-    plan = make_plan(config, data)
-    plan = plan.unpacked(data.train.store.lengths) if root.unpacked else plan
-    with contextlib.closing(make_loader(config, data.train.store, plan, ranks, root)) as loader:
-        _, batch = next(loader.micro_batches(plan.last_step - len(plan)))
-    root.train()
-    passed = 0.0
-    for _ in range(2):  # the first of a small model takes longer than later ones
-        if passed > 1:
-            break
-        began = time.monotonic()
-        try:
-            with precision.autocast(ranks.device):
-                loss = root(batch, 1 / max(1, len(batch.supervised_at)))
-            loss.objective.backward()
-        except (RuntimeError, ArithmeticError, LookupError) as error:
-            return Finding("time", "fault", _model_error_text(config, "fails on the first batch", error))
-        passed = time.monotonic() - began
-    seconds = passed / len(batch.tokens) * plan.stats.tokens
-    text = f"about {format_estimate(seconds)} of training on this CPU, for {len(plan):,} steps, without evaluations"
-    length = next(key for key in ("steps", "tokens", "epochs") if key == "epochs" or getattr(config.train, key))
-    return Finding("time", "ok", f"{text}. Shorter: train.{length}, or a smaller model")
-
-
-def _model_error_text(config: Config, what: str, error: Exception) -> str:
-    """A model's code can fail in any way."""
-    return f"model.path: {config.model.path}: the model {what} ({describe_error(error)}). Try another model"
-
-
-def _quantization_finding(model: nn.Module, kind: str) -> Finding:
-    from whet.model.quantize import MIN_QUANTIZED_SHARE, dequantized_bytes, quantized_share, weight_bytes
-
-    part, taken, plain = quantized_share(model), weight_bytes(model) / 2**20, dequantized_bytes(model) / 2**20
-    text = f"{part:.0%} of the weights are in {kind}; the model takes {taken:,.1f} MiB instead of {plain:,.1f}"
-    if part < MIN_QUANTIZED_SHARE:
-        return Finding("quantize", "warning", f"{text}. Embeddings stay in 16 bits")
-    return Finding("quantize", "ok", text)
-
-
-def _adapter_finding(model: nn.Module, targets: Sequence[str]) -> Finding:
-    from whet.model.lora.coverage import MIN_COVERAGE, adapter_coverage, covered_share, describe_coverage
-    from whet.model.lora.peft_adapters import unwrap_peft
-
-    coverage = adapter_coverage(unwrap_peft(model))
-    level: Level = "warning" if covered_share(coverage) < MIN_COVERAGE else "ok"
-    return Finding("adapter", level, describe_coverage(coverage, targets), [each.as_dict() for each in coverage])
-
-
-def _tensor_parallel_finding(model: nn.Module, processes: int) -> Finding:
-    from whet.parallel.tensor_parallel import read_tensor_parallel_plan
-
-    try:
-        plan = read_tensor_parallel_plan(model, processes)
-    except WhetError as error:
-        return Finding("tensor", "fault", str(error))
-    layers = len(plan.colwise) + len(plan.rowwise)
-    return Finding("tensor", "ok", f"{layers} linear layers are sharded over {processes} processes")
-
-
-def _expert_parallel_finding(model: nn.Module, processes: int) -> Finding:
-    from whet.model.lora.peft_adapters import unwrap_peft
-    from whet.parallel.expert_parallel import require_divisible_experts
-
-    try:
-        count = require_divisible_experts(unwrap_peft(model), processes)
-    except WhetError as error:
-        return Finding("expert", "fault", str(error))
-    return Finding(
-        "expert", "ok", f"of {count} experts in a layer, each of {processes} processes holds {count // processes}"
-    )
-
-
-def check_batch(config: Config, data: RunData | None, unpacked: bool) -> Iterator[Finding]:
-    """Whether a step has rows for every device of `whet launch`; nothing for a single one. `unpacked`: each
-    conversation is a row."""
-    launch = config.launch
-    given, nodes = launch.gpus or launch.processes, launch.node_range()[1]
-    level, text = _batch_finding(config, data, nodes, given or 1, unpacked)
-    if level == "ok" and given is None and nodes == 1:  # `whet launch` would use all of this machine's
-        level, text = _batch_finding(config, data, 1, device_count(), unpacked)
-        level, text = ("warning", f"{text}. `whet train` uses one device") if level == "fault" else (level, text)
-    if text:
-        yield Finding("batch", level, text)
-
-
-def _batch_finding(config: Config, data: RunData | None, nodes: int, devices: int, unpacked: bool) -> tuple[Level, str]:
-    layout = step_layout(config, most_rows(config), nodes, devices, unpacked)
-    try:
-        if config.launch.gpus or config.launch.processes:
-            config.parallel.replicas(nodes * devices)
-    except WhetError as error:
-        return "fault", str(error)
-    if layout.ranks == 1:
-        return "ok", ""
-    if data is None:
-        return ("ok", "") if layout.fits else ("fault", describe_shortage(config, layout))
-    plan = make_plan(config, data)
-    plan = plan.unpacked(data.train.store.lengths) if unpacked else plan
-    shortage = find_shortage(config, data, plan, nodes, devices, unpacked)
-    if shortage is not None:
-        return "fault", shortage
-    rows = typical_rows(plan)
-    return "ok", f"a step has {rows:,} rows for {layout.ranks:,} data-parallel ranks, {rows / layout.ranks:.3g} each"
-
-
-def _vocabulary_finding(tokens: int, rows: int) -> Finding:
-    text = f"the tokenizer has {tokens:,} tokens, the model {rows:,}"
-    is_padded = rows == -(-tokens // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-    if tokens < (1 - _MAX_UNUSED_ROWS) * rows and not is_padded:
-        return Finding(
-            "vocabulary", "warning", f"{text}. Check that they belong together: so many unused rows are unusual"
-        )
-    return Finding("vocabulary", "ok", text)
-
-
-def _position_finding(data: RunData, room: int | None) -> Finding:
-    longest = data.max_document_length
-    text = f"the longest conversation has {longest:,} tokens"
-    if room is None:
-        return Finding("positions", "ok", f"{text}; the model has no limit")
-    if longest > room:
-        return Finding("positions", "fault", f"{text}, the model supports {room:,}. Lower data.max_length to that")
-    return Finding("positions", "ok", f"{text}, the model supports {room:,}")
-
-
-# All checks
-
-
-def run_checks(config: Config, report: Callable[[Finding], None]) -> list[Finding]:
-    """Run every check; `report` gets each distinct finding as soon as it is known."""
+def run_checks(config: Config) -> Iterator[Finding]:
+    """Run every check; each distinct finding as soon as it is known."""
     findings: list[Finding] = []
     for finding in _all_findings(config):
         if finding not in findings:
-            report(finding)
             findings.append(finding)
-    return findings
+            yield finding
 
 
 def _all_findings(config: Config) -> Iterator[Finding]:
@@ -249,7 +38,7 @@ def _all_findings(config: Config) -> Iterator[Finding]:
     if data is not None:
         accounts = data.ledger()["sources"]
         yield from check_ledger(config, accounts)
-        for store in data.stores_by_use().values():
+        for store in data.stores().values():
             if (hint := store.describe_ledger_lines()) is not None:
                 yield Finding("ledger", "ok", hint)
         yield from check_duplicates(data, accounts)
@@ -291,3 +80,36 @@ def _template_findings(config: Config, data: RunData | None) -> Iterator[Finding
     except WhetError as error:
         if data is not None:
             yield Finding("template", "fault", str(error))  # without data, preparing has reported it
+
+
+def check_batch(config: Config, data: RunData | None, unpacked: bool) -> Iterator[Finding]:
+    """Whether a step has rows for every device of `whet launch`; nothing for a single one. `unpacked`: each
+    conversation is a row."""
+    launch = config.launch
+    given, nodes = launch.gpus or launch.processes, launch.node_range()[1]
+    level, text = _batch_finding(config, data, nodes, given or 1, unpacked)
+    if level == "ok" and given is None and nodes == 1:  # `whet launch` would use all of this machine's
+        level, text = _batch_finding(config, data, 1, device_count(), unpacked)
+        level, text = ("warning", f"{text}. `whet train` uses one device") if level == "fault" else (level, text)
+    if text:
+        yield Finding("batch", level, text)
+
+
+def _batch_finding(config: Config, data: RunData | None, nodes: int, devices: int, unpacked: bool) -> tuple[Level, str]:
+    layout = step_layout(config, most_rows(config), nodes, devices, unpacked)
+    try:
+        if config.launch.gpus or config.launch.processes:
+            config.parallel.replicas(nodes * devices)
+    except WhetError as error:
+        return "fault", str(error)
+    if layout.ranks == 1:
+        return "ok", ""
+    if data is None:
+        return ("ok", "") if layout.fits else ("fault", describe_shortage(config, layout))
+    plan = make_plan(config, data)
+    plan = plan.unpacked(data.train.store.lengths) if unpacked else plan
+    shortage = find_shortage(config, data, plan, nodes, devices, unpacked)
+    if shortage is not None:
+        return "fault", shortage
+    rows = typical_rows(plan)
+    return "ok", f"a step has {rows:,} rows for {layout.ranks:,} data-parallel ranks, {rows / layout.ranks:.3g} each"

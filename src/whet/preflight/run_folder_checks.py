@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,9 @@ from whet.core.errors import WhetError
 from whet.core.run_folder import CHECK_FILE
 from whet.data.loader import Loader
 from whet.preflight.data_checks import Finding
+from whet.run.plan_summary import read_plan_json
+from whet.run.replay_steps import Replay, for_one_process, open_replay, step_lines
 from whet.run.resume import read_run_config
-from whet.run.step_losses import Replay, for_one_process, open_replay, read_plan_json, step_lines
 from whet.training.step import train_step
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ _MAX_ROUNDING = 0.15
 """Differences that are no rounding, however deep the model: those of a wrong computation are of the order of 1."""
 
 
-def check_run_folder(run: Path, overrides: Sequence[str], report: Callable[[Finding], None]) -> list[Finding]:
-    """Check a run that has done a step; `report` gets each finding as soon as it is known. The result goes to
-    check.json in its folder."""
+def check_run_folder(run: Path, overrides: Sequence[str]) -> Iterator[Finding]:
+    """Check a run that has done a step; each finding as soon as it is known. The result goes to check.json in its
+    folder."""
     if launch_env.world_size() > 1:
         raise WhetError("whet check RUN runs in one process: start it without torchrun")
     for override in overrides:
@@ -58,11 +59,10 @@ def check_run_folder(run: Path, overrides: Sequence[str], report: Callable[[Find
     starts = possible_starts(run, config.train.first_step, lines)
     with open_replay(run, config, lines) as replay:
         for finding in _findings(run, replay, starts, lines):
-            report(finding)
             findings.append(finding)
+            yield finding
     checks = [finding.as_dict() for finding in findings]
     write_hashed_json(run / CHECK_FILE, {"precision": replay.precision.name, "checks": checks})
-    return findings
 
 
 def possible_starts(run: Path, first: int, lines: dict[int, dict[str, Any]]) -> list[tuple[int, int]]:

@@ -1,8 +1,13 @@
-"""Numbers, counts, shares and durations as text; a missing value is a dash."""
+"""Numbers, counts, shares, durations and tables as text; a missing value is a dash."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
+
+from rich.cells import cell_len
+
+from whet.core.display import escape_controls
 
 DASH = "–"
 _YEAR_3000 = 32_503_680_000
@@ -80,3 +85,15 @@ def format_time(value: float | None) -> str:
     if value is None or not 0 <= value < _YEAR_3000:
         return DASH
     return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned columns, two blanks apart; the last one is not padded."""
+    table = [
+        [escape_controls(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in row] for row in (header, *rows)
+    ]
+    widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]

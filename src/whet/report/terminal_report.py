@@ -22,6 +22,7 @@ _BRAILLE_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The bits of a braille character: two columns of four dots, top to bottom."""
 _BRAILLE_BLANK = 0x2800
 _MIN_WIDTH, _MIN_HEIGHT = 24, 4
+_SHOWN_PAIRS = 3
 
 
 def draw_loss_curve(
@@ -125,9 +126,9 @@ def _relative_height(value: float, low: float, high: float) -> float:
 _MAX_CHARACTERS = 200  # of a text in the table; samples.jsonl has all of it
 
 
-def before_after_table(run: RunView, limit: int = 3) -> Table:
+def before_after_table(run: RunView) -> Table:
     """Prompts with the expected answer and those of the model before and after training; includes wrong answers."""
-    pairs = select_pairs(run.pairs, limit)
+    pairs = select_pairs(run.pairs, _SHOWN_PAIRS)
     table = Table(box=box.ROUNDED, show_lines=True, expand=True, caption=_caption(len(pairs), len(run.pairs)))
     for title in ("prompt", "expected", "before", "after"):
         table.add_column(title, overflow="fold", ratio=1)

@@ -40,13 +40,13 @@ from whet.parallel.mesh import Mesh, build_mesh
 from whet.parallel.ulysses import apply_ulysses
 from whet.run.data import RunData
 from whet.run.evaluation import evaluate_run, require_prompts
+from whet.run.loader import make_loader
 from whet.run.memory_choice import with_previous_choice
 from whet.run.models.model_builder import (
     BackgroundModelLoader,
     build_loss_model,
     build_model,
     build_sharded_loss_model,
-    make_loader,
 )
 from whet.run.plan_summary import run_flops_table
 from whet.run.step_rows import find_shortage

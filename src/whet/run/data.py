@@ -24,7 +24,7 @@ from whet.core.files import atomic_write, hash_json, read_json, read_text, user_
 from whet.core.resources import available_memory
 from whet.data.config import DataConfig, Source
 from whet.data.plan.mixture import make_mixture, train_validation_split
-from whet.data.plan.planner import Plan, RunLength, plan_by_conversations, plan_by_rows
+from whet.data.plan.planner import Plan, RunLength, plan_by_conversations, plan_by_rows, typical_length
 from whet.data.prepare.build import (
     PreparedStore,
     choose_shard_count,
@@ -60,23 +60,26 @@ class RunData:
     @property
     def max_document_length(self) -> int:
         """Tokens of the longest document."""
-        stores = [self.train.store, *([] if self.validation is None else [self.validation])]
-        return max(int(store.lengths.max(initial=0)) for store in stores)
+        return max(int(store.lengths.max(initial=0)) for store in self.stores().values())
 
     @property
     def typical_length(self) -> float:
         """The length of the document that an average token is in, from a sample."""
         some = self.train_documents[:: max(1, len(self.train_documents) // 10_000)]
-        lengths = self.train.store.lengths[some].astype(np.float64)
-        return float((lengths**2).sum() / max(1.0, lengths.sum()))
+        return typical_length(self.train.store.lengths[some])
 
     def check(self) -> StoreCheck:
         """A check of the stores, to run in the background; the first process of a machine does it for all."""
-        stores = [self.train.store, *([] if self.validation is None else [self.validation])]
-        return StoreCheck(stores if launch_env.local_rank() == 0 else [])
+        return StoreCheck(self.stores().values() if launch_env.local_rank() == 0 else ())
 
-    def stores(self) -> dict[str, str]:
-        """The folders of the stores, by use."""
+    def stores(self) -> dict[str, Store]:
+        """Each store once, by use: validation conversations drawn from the training data have no store of their own."""
+        if self.validation is None or self.validation is self.train.store:
+            return {"train": self.train.store}
+        return {"train": self.train.store, "validation": self.validation}
+
+    def store_folders(self) -> dict[str, str]:
+        """The folder of the store that each use reads."""
         held = {} if self.validation is None else {"validation": str(self.validation.folder)}
         return {"train": str(self.train.store.folder), **held}
 
@@ -87,28 +90,23 @@ class RunData:
         origins = (str(self.validation.origin(int(i))) for i in find_overlap(self.validation, self.train.store))
         return list(dict.fromkeys(origins))  # the documents of a split conversation have the same
 
-    def stores_by_use(self) -> dict[str, Store]:
-        """Each store once: validation conversations drawn from the training data have no store of their own."""
-        own = self.validation is not None and self.validation is not self.train.store
-        return {"train": self.train.store, **({"validation": self.validation} if own and self.validation else {})}
-
     def write_ledger_lines(self, file: Path) -> None:
         """Write every line of the sources that was dropped or changed; nothing if a store of an earlier version does
         not know them."""
-        stores = self.stores_by_use()
+        stores = self.stores()
         if all(store.ledger_lines for store in stores.values()):
             lines = (store.iter_ledger_lines(use) for use, store in stores.items())
             atomic_write(file, itertools.chain.from_iterable(lines))
 
     def ledger(self) -> dict[str, Any]:
         """The content of ledger.json: the outcome of all conversations, and what a resumed run needs to find them."""
-        accounts = [account for store in self.stores_by_use().values() for account in store.manifest["accounts"]]
+        accounts = [account for store in self.stores().values() for account in store.manifest["accounts"]]
         overlap = self.overlap()
         return {
             "sources": accounts,
             "held_out": len(self.validation_documents),
             "overlap": {"conversations": len(overlap), "first": overlap[:5]},
-            "stores": self.stores(),
+            "stores": self.store_folders(),
             "today": self.train.store.manifest["today"],
             "speech": _tokenizer_identity(self.train.store.manifest),
         }

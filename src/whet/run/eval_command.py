@@ -1,5 +1,4 @@
-"""`whet eval`: loss and task scores of a run or model, compared with its base or another
-model; and EleutherAI's lm-eval."""
+"""`whet eval`: loss and task scores of a run or model, compared with its base or another model."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from whet.core.config import load_config
 from whet.core.console import set_quiet, silence_libraries, warn
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
-from whet.core.files import resolve_path, user_path
+from whet.core.files import user_path
 from whet.data.config import DataConfig, Source
 from whet.data.read.detection import detect_source_format
 from whet.data.read.locate import locate_containers
@@ -32,21 +31,17 @@ from whet.data.render.renderer import Renderer
 from whet.inference.comparison import results_from_json, results_to_json, summarize_scores
 from whet.inference.tasks.load_tasks import load_tasks
 from whet.inference.tasks.task import TaskResult
-from whet.model.config import ModelConfig
-from whet.model.load.tokenizer import load_tokenizer
-from whet.model.load.weight_files import locate_model, require_certified_files
 from whet.model.lora.peft_adapters import unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.packing_check import require_finite_logits
 from whet.parallel.config import ParallelConfig
 from whet.registry.references import pin_version
-from whet.registry.registry import PREFIX
 from whet.run.data import RunData, load_ledger_data, load_run_tokenizer, prepare_data, require_same_tokenizer
-from whet.run.evaluation import evaluate_tasks, evaluate_validation, own_metrics
-from whet.run.export_run import ExportRequest, export_run
+from whet.run.evaluation import evaluate_tasks, own_metrics
 from whet.run.models.load_models import find_run, load_inference_model, restore_checkpoint_
 from whet.run.models.model_builder import build_loss_model, build_model, install_attention
 from whet.run.resume import changed_settings, read_run_config, recorded_data
+from whet.run.validation import evaluate_validation
 from whet.training.precision import PrecisionPolicy, resolve_precision
 
 
@@ -310,73 +305,3 @@ def _write_result(file: Path, result: dict[str, Any], task_results: list[TaskRes
         warn(f"{file}: cannot write ({error.strerror}); the result is not saved")
         return {}
     return {"file": str(file)}
-
-
-# lm-eval on a model folder or on a run's merged export.
-
-
-def run_lm_eval(reference: str, tasks: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """The metrics of lm-eval `tasks`: names or YAML task files, separated by commas. An override of eval.examples
-    limits their number of examples."""
-    silence_libraries()
-    try:
-        import lm_eval
-        from lm_eval.tasks import TaskManager
-    except ImportError:
-        raise WhetError("--lm-eval: lm-eval is not installed. Install it with: pip install 'whet[lm-eval]'") from None
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
-    config = load_config(Config, None, ["model.path=x", "data.sources=[{path: x}]", *overrides])
-    files = [user_path(name) for name in names if name.endswith((".yaml", ".yml"))]
-    manager = TaskManager(include_path=sorted({str(resolve_path(file).parent) for file in files}) or None)
-    task_names = [_task_name_in(name) if name.endswith((".yaml", ".yml")) else name for name in names]
-    unknown = [name for name in task_names if name not in manager.all_tasks]
-    if unknown:
-        raise WhetError(f"--lm-eval: lm-eval has no task '{unknown[0]}'; `lm-eval ls tasks` lists its tasks")
-    folder = _model_folder(reference)
-    device = torch.accelerator.current_accelerator(check_available=True)
-    found = lm_eval.simple_evaluate(
-        model="hf", model_args={"pretrained": folder, "dtype": "auto"}, tasks=task_names, task_manager=manager,
-        apply_chat_template=True, device=str(device or "cpu"), batch_size=8,
-        limit=config.eval.examples if any(each.startswith("eval.examples") for each in overrides) else None,
-    )  # fmt: skip
-    results = {name: _metric_values(each) for name, each in (found or {}).get("results", {}).items()}
-    return {"model": reference, "folder": folder, "lm_eval": results}
-
-
-def _task_name_in(file: str) -> str:
-    from whet.core.yaml import read_yaml
-
-    name = read_yaml(user_path(file)).plain().get("task")
-    if not isinstance(name, str):
-        raise WhetError(f"--lm-eval: {file}: the key `task: NAME` is missing")
-    return name
-
-
-def _model_folder(reference: str) -> str:
-    """The folder of a model; for a run its merged export, which is created if there is none of the current step."""
-    if reference.startswith(("builtin:", PREFIX)):
-        folder = locate_model(reference)
-        require_certified_files(Path(folder))
-        return folder
-    run = find_run(reference)
-    if run is None:
-        load_tokenizer(ModelConfig(path=reference))  # raises whet's own error for what is not a model
-        return reference
-    path, step = run
-    export = path / "exports" / "merged"
-    if step == "latest" and (export / "certificate.json").exists():
-        certificate = read_hashed_json(export / "certificate.json")
-        newest = directory.resolve_step(path / "checkpoints", step)
-        if certificate.get("verified") and certificate.get("step") == newest:
-            require_certified_files(export)
-            return str(export)
-    return str(export_run(reference, ExportRequest())[0])
-
-
-def _metric_values(result: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a result, whose keys lm-eval writes as METRIC,FILTER, such as `acc,none`."""
-    return {
-        name.removesuffix(",none"): float(value)
-        for name, value in result.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
-    }

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from whet.config import Config
@@ -30,12 +31,12 @@ from whet.parallel.fsdp import has_collectives_in_passes, reshard, set_gradient_
 from whet.training.checkpoints import package_versions
 from whet.training.optimizers.factory import apply_gradients, decides_on_device, forget_decision, retract_step
 from whet.training.overlap import starts_early
-from whet.training.run_state import Run, micro_row_sizes, set_micro_rows
+from whet.training.run_state import Run, set_micro_rows
 
 _SATURATING_TOKENS = 32_768
 """Tokens of a micro-batch beyond which a GPU gets no faster: with 4,096, Llama 8B reaches 97 % of its speed with
 16,384 (LoRA, one H200, 2026-11-16)."""
-_MAX_SHARE = 0.92
+MAX_SHARE = 0.92
 """Of the device's memory that `auto` uses: the rest is for fragments, which grow over a run."""
 _MAX_PREDICTED_SHARE = 0.85
 """Where running out of memory would end the run, because other ranks wait in collectives."""
@@ -95,7 +96,7 @@ def choose_memory_settings(run: Run, config: Config, use_cache: bool = True) -> 
     can_save_more = is_auto and not has_collectives_in_passes(run.model, run.ranks)
     for parallel in saving_settings(run.config.parallel) if can_save_more else [run.config.parallel]:
         apply_settings(run, parallel)
-        rows = largest_fitting(run, sizes, _MAX_SHARE if is_auto else 1.0)
+        rows = largest_fitting(run, sizes, MAX_SHARE if is_auto else 1.0)
         if rows is not None:
             break
     else:
@@ -119,6 +120,16 @@ def row_sizes(run: Run, config: Config) -> list[int]:
         return [1]
     tokens = run.plan.stats.tokens / (len(run.plan.rows) - 1)  # of a row, on average
     return micro_row_sizes(run.loader.max_rank_rows, round(_SATURATING_TOKENS / tokens))
+
+
+def micro_row_sizes(rows: int, most: int) -> list[int]:
+    """The sizes of a micro-batch worth trying for a rank with `rows` rows in a step, ascending, up to `most`.
+
+    For every number of micro-batches the smallest size that needs no more of them: a larger one would add padding only.
+    """
+    counts = np.arange(1, rows + 1)
+    sizes = np.unique(-(-rows // counts))
+    return [int(size) for size in sizes if size <= max(1, most)]
 
 
 def saving_settings(parallel: ParallelConfig) -> list[ParallelConfig]:
@@ -145,7 +156,7 @@ def apply_settings(run: Run, parallel: ParallelConfig) -> None:
     run.config = run.config.model_copy(update={"parallel": parallel})
 
 
-def largest_fitting(run: Run, sizes: list[int], share: float = _MAX_SHARE) -> int | None:
+def largest_fitting(run: Run, sizes: list[int], share: float = MAX_SHARE) -> int | None:
     """The most rows of which the worst batch fits into this share of every rank's device; None: not even the fewest."""
     limit = share * device_memory.capacity(run.ranks.device)
     found: dict[int, WorstBatchMemory] = {}

@@ -34,7 +34,7 @@ def store_digests(data: RunData) -> dict[str, str]:
     """
     if launch_env.local_rank() != 0:
         return {}
-    return {use: _store_digest(Path(folder)) for use, folder in data.stores().items()}
+    return {use: _store_digest(Path(folder)) for use, folder in data.store_folders().items()}
 
 
 def _store_digest(folder: Path) -> str:

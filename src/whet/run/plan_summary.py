@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 from whet.config import Config
+from whet.core.checksums import read_hashed_json
 from whet.core.console import info, warn
+from whet.core.errors import WhetError
 from whet.data.plan.planner import packing_efficiency
 from whet.execution.compile import should_compile
 from whet.execution.cuda_graphs import uses_cuda_graphs
@@ -62,6 +66,13 @@ def describe_run(run: Run) -> dict[str, Any]:
         "coverage": [each.as_dict() for each in adapter_coverage(run.model.language_model)] if config.adapter else None,
         **config.parallel.model_dump(),
     }
+
+
+def read_plan_json(run: Path) -> dict[str, Any]:
+    """The content of plan.json; empty if it is missing or damaged, for what can do without it."""
+    with contextlib.suppress(WhetError):
+        return read_hashed_json(run / "plan.json")
+    return {}
 
 
 def print_summary(run: Run) -> None:

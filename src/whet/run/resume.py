@@ -268,7 +268,7 @@ def _warn_of_secrets(settings: Any, above: str = "") -> None:
 
 def _require_same_data(path: Path, data: RunData) -> None:
     """The plan refers to conversations by index: other data would change their meaning."""
-    then, now = read_ledger(path / "ledger.json")["stores"], data.stores()
+    then, now = read_ledger(path / "ledger.json")["stores"], data.store_folders()
     if {use: Path(store).name for use, store in then.items()} != {use: Path(store).name for use, store in now.items()}:
         raise WhetError(
             f"{path}: the data is not what it was when this run began (a file, the tokenizer or its template changed), "

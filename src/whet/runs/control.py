@@ -16,7 +16,8 @@ from whet.core.files import atomic_write, delete_atomically
 from whet.core.run_folder import FolderLock, config_was_edited, read_owner, record_end, write_config
 from whet.core.signals import ignores_signal, is_alive, process_tree
 from whet.core.yaml import dump_yaml, read_yaml
-from whet.runs.state import SlurmUnavailableError, run_slurm
+from whet.launch.slurm_commands import SlurmUnavailableError, run_slurm
+from whet.runs.jobs import COMMAND_S
 from whet.runs.summary import RunSummary, summarize_run_folder
 
 _POLL_S = 0.5
@@ -101,9 +102,9 @@ def _wait_for_jobs(folder: Path) -> None:
 
 def _scancel(run: RunSummary, *arguments: str) -> None:
     try:
-        done = run_slurm("scancel", *arguments)
+        done = run_slurm("scancel", *arguments, timeout_s=COMMAND_S)
     except SlurmUnavailableError as error:
-        raise WhetError(f"{run.folder}: its jobs cannot be cancelled here: {error}") from None
+        raise WhetError(f"{run.folder}: its jobs cannot be cancelled here: {error.reason}") from None
     if done.returncode != 0 and "Invalid job id" not in done.stderr and "already completing" not in done.stderr:
         raise WhetError(f"{run.folder}: scancel {' '.join(arguments)} failed: {done.stderr.strip() or done.returncode}")
 

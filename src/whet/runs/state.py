@@ -6,16 +6,15 @@ write; who owns the lock, how old the heartbeat is, and what Slurm knows of the 
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from whet.core.heartbeat import format_age
 from whet.core.run_folder import Owner
+from whet.runs.jobs import FORGOTTEN, Job
 
 _ENDED = ("finished", "stopped", "failed")
 ACTIVE = ("queued", "starting", "running", "stopping", "stalled")
@@ -131,106 +130,3 @@ def _without_end(
         f"{host} wrote last {format_age(now - last)}, and cannot be seen from here. If it is gone, `whet runs resume` "
         "continues the run",
     )
-
-
-# The states of many Slurm jobs at once, from squeue and sacct.
-
-_COMMAND_S = 20.0
-_ACTIVE = (
-    "PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "REQUEUED", "REQUEUE_HOLD",
-    "REQUEUE_FED", "RESIZING", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "RESV_DEL_HOLD",
-)  # fmt: skip
-FORGOTTEN = "FORGOTTEN"
-"""The state of a job that Slurm does not know any more, or never did: it may be one of another cluster."""
-_QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A job that Slurm knows."""
-
-    number: int
-    state: str
-    """Such as PENDING or COMPLETED."""
-    reason: str
-    """Why it waits; empty if it does not."""
-    nodes: str
-    script: str
-    """The script it runs; empty where only the accounting knows the job."""
-
-    @property
-    def is_active(self) -> bool:
-        return self.state in _ACTIVE
-
-    @property
-    def is_queued(self) -> bool:
-        return self.state in _QUEUED
-
-    def runs_script(self, script: Path) -> bool:
-        """Whether it is the job of this script. A cluster that was set up anew gives the same numbers to other jobs."""
-        return not self.script or os.path.realpath(self.script) == os.path.realpath(script)
-
-    def describe(self) -> str:
-        """Such as `job 12: pending (Priority)`."""
-        if self.state == FORGOTTEN:
-            return f"job {self.number}: Slurm does not know it any more"
-        return f"job {self.number}: {self.state.lower()}" + (f" ({self.reason})" if self.reason else "")
-
-
-class SlurmUnavailableError(Exception):
-    """Slurm cannot be queried here; the message says why."""
-
-
-def query_jobs(numbers: Iterable[int]) -> dict[int, Job]:
-    """What Slurm tells about these jobs: squeue first, then sacct, where a site keeps accounts. A job that both have
-    forgotten is missing. Raises SlurmUnavailableError."""
-    wanted = sorted(set(numbers))
-    if not wanted:
-        return {}
-    found: dict[int, Job] = {}
-    for part in _parts(wanted):
-        done = run_slurm("squeue", "--noheader", "--all", "--states=all", f"--jobs={part}", "--format=%A|%T|%r|%N|%o")
-        if done.returncode != 0 and "Invalid job id" not in done.stderr:
-            raise SlurmUnavailableError(f"squeue failed ({_first_line(done.stderr)})")
-        for fields in _rows(done.stdout, 5):
-            number, state, reason, nodes, script = fields
-            found[int(number)] = Job(int(number), state, "" if reason == "None" else reason, nodes, script)
-    for part in _parts([number for number in wanted if number not in found]):
-        try:
-            done = run_slurm(
-                "sacct", "--noheader", "--parsable2", "-X", f"--jobs={part}", "--format=JobIDRaw,State,NodeList"
-            )
-        except SlurmUnavailableError:  # not every site has it
-            break
-        for number, state, nodes in _rows(done.stdout, 3):
-            found[int(number)] = Job(int(number), state.split()[0] if state else "UNKNOWN", "", nodes, "")
-    return found
-
-
-def run_slurm(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands. Raises SlurmUnavailableError where there is none, or no answer."""
-    # without what changes the output or the options of Slurm's commands
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SACCT_"))}
-    try:
-        return subprocess.run(
-            [program, *arguments], capture_output=True, text=True, errors="replace", check=False, timeout=_COMMAND_S,
-            env=environment,
-        )  # fmt: skip
-    except OSError:
-        raise SlurmUnavailableError(f"{program} is not installed here") from None
-    except subprocess.TimeoutExpired:
-        raise SlurmUnavailableError(f"{program} did not answer within {_COMMAND_S:g} s") from None
-
-
-def _parts(numbers: Sequence[int]) -> list[str]:
-    """Comma-separated lists of at most 1000 jobs: a command line has a limit."""
-    return [",".join(map(str, numbers[start : start + 1000])) for start in range(0, len(numbers), 1000)]
-
-
-def _rows(text: str, count: int) -> list[list[str]]:
-    rows = [line.split("|", count - 1) for line in text.splitlines()]
-    return [row for row in rows if len(row) == count and row[0].isdecimal()]
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no message")

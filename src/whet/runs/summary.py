@@ -11,8 +11,10 @@ from typing import Any
 
 from whet.core.files import read_json_lines
 from whet.core.run_folder import Owner
+from whet.launch.slurm_commands import SlurmUnavailableError
 from whet.runs.facts import RunFacts, read_all_facts
-from whet.runs.state import FORGOTTEN, Job, SlurmUnavailableError, State, derive_state, query_jobs, silence_limit
+from whet.runs.jobs import FORGOTTEN, Job, query_jobs
+from whet.runs.state import State, derive_state, silence_limit
 
 _SCRIPT = "job.sh"
 
@@ -110,7 +112,7 @@ def summarize_run_folders(
     try:
         known = query_jobs(number for jobs in queried for number in jobs)
     except SlurmUnavailableError as error:
-        problem = f"what became of its jobs is not known: {error}. Use a login node of the cluster"
+        problem = f"what became of its jobs is not known: {error.reason}. Use a login node of the cluster"
     found = []
     for folder, read, numbers, wanted in zip(folders, facts, submitted, queried, strict=True):
         jobs = [] if problem else [_match_job(known, number, script) for number, script in wanted.items()]

@@ -7,12 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.cells import cell_len
-
 from whet.checkpoint.directory import list_steps
 from whet.core.display import escape_controls
 from whet.core.heartbeat import format_age
-from whet.report.formatting import DASH, format_count, format_number, format_seconds, format_time
+from whet.report.formatting import DASH, format_count, format_number, format_seconds, format_table, format_time
 from whet.report.run_view import RunView
 from whet.report.terminal_report import draw_loss_curve
 from whet.runs.summary import RunSummary
@@ -23,18 +21,6 @@ if TYPE_CHECKING:
 _QUIET_STATES = ("running", "finished", "stopped", "starting")
 """States that need no explanation under the list."""
 _MAX_NOTES = 20
-
-
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns, two blanks apart; the last one is not padded."""
-    table = [
-        [escape_controls(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in row] for row in (header, *rows)
-    ]
-    widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
 
 
 def format_list(runs: Sequence[RunSummary]) -> list[str]:

@@ -85,7 +85,7 @@ def fault_event(run: Run, result: StepResult, verdict: Verdict, diagnosis: Diagn
 
 
 def fault_batch(run: Run, result: StepResult, verdict: Verdict, diagnosis: Diagnosis) -> dict[str, Any]:
-    """All that `whet train --replay` needs to run the step again; run/replay.py reads it."""
+    """All that `whet train --replay` needs to run the step again; run/replay_batch.py reads it."""
     config, store = run.config, run.store
     numbers = sorted({document for part in diagnosis.micro_batches for document in part.documents})
     return {

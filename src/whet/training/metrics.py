@@ -199,6 +199,27 @@ def excluded_step_metrics(
     }
 
 
+_BETA = 0.9
+
+
+class ExponentialAverage:
+    """An exponential moving average, unbiased from the first value on.
+
+    The plain average starts at 0, so after n values only a share 1 − βⁿ of it is data. Dividing by that share makes
+    the first output the first value. A missing or non-finite value adds no data and does not count.
+    """
+
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0
+
+    def add(self, value: float | None) -> float:
+        """Add a value and return the average; NaN before the first finite value."""
+        if value is not None and math.isfinite(value):
+            self._sum = _BETA * self._sum + (1 - _BETA) * value
+            self._count += 1
+        return self._sum / (1 - _BETA**self._count) if self._count else math.nan
+
+
 def progress_note(line: dict[str, Any], smoothed: float) -> str:
     """What the progress line shows of a step: never a number that was not measured. The loss is a running mean."""
     parts = ["loss not measured" if math.isnan(smoothed) else f"mean loss {smoothed:.4f}"]

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
 from whet.checkpoint.directory import lower_is_better, rank_by_score
@@ -198,13 +197,3 @@ def use_smaller_micro_batches(run: Run, rows: int, step: int) -> None:
         }
     )  # fmt: skip
     run.output.update_plan({"micro_rows": rows})
-
-
-def micro_row_sizes(rows: int, most: int) -> list[int]:
-    """The sizes of a micro-batch worth trying for a rank with `rows` rows in a step, ascending, up to `most`.
-
-    For every number of micro-batches the smallest size that needs no more of them: a larger one would add padding only.
-    """
-    counts = np.arange(1, rows + 1)
-    sizes = np.unique(-(-rows // counts))
-    return [int(size) for size in sizes if size <= max(1, most)]

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from whet.core.console import ExponentialAverage, info, warn
+from whet.core.console import info, warn
 from whet.core.errors import RunFailedError, StoppedError, WhetError
 from whet.core.heartbeat import PHASE
 from whet.core.signals import collect_stop_signals
@@ -17,6 +17,7 @@ from whet.model.weight_effect import list_experts, listed
 from whet.training.checkpoints import roll_back, save_checkpoint, save_is_due, wait_for_save
 from whet.training.faults import LOWER_LR_HINT, handle_fault
 from whet.training.metrics import (
+    ExponentialAverage,
     RunTotals,
     StepSpeed,
     StepTime,

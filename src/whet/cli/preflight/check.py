@@ -38,26 +38,26 @@ def check(
     from whet.core.console import info_item
     from whet.core.errors import ExitCode
 
-    passed: dict[str, None] = {}
     is_run = (what / "config.yaml").is_file()
-
-    def report(finding: Finding) -> None:
-        if finding.level == "ok" and not (is_run or show_all or finding.check in _SHOWN):
-            passed[finding.check] = None
-            return
-        sign, style = _SIGNS[finding.level]
-        info_item(sign, finding.check, finding.text, style, always=finding.level == "fault")
-
     if is_run:
         from whet.preflight.run_folder_checks import check_run_folder
 
-        findings = check_run_folder(what, overrides or [], report)
+        found = check_run_folder(what, overrides or [])
     else:
         from whet.config import read_config
         from whet.preflight.run_checks import run_checks
         from whet.run.models.model_reference import resolve_model_reference
 
-        findings = run_checks(resolve_model_reference(read_config(what, overrides or [])), report)
+        found = run_checks(resolve_model_reference(read_config(what, overrides or [])))
+    findings: list[Finding] = []
+    passed: dict[str, None] = {}
+    for finding in found:
+        findings.append(finding)
+        if finding.level == "ok" and not (is_run or show_all or finding.check in _SHOWN):
+            passed[finding.check] = None
+            continue
+        sign, style = _SIGNS[finding.level]
+        info_item(sign, finding.check, finding.text, style, always=finding.level == "fault")
     failed = {finding.check for finding in findings if finding.level != "ok"}
     if names := ", ".join(name for name in passed if name not in failed):
         info_item("✓", "passed", f"{names} (--all prints what they found)", "green")

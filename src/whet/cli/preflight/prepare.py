@@ -72,10 +72,10 @@ def prepare(
         "tokens_per_s": None if data.train.reused else result["tokens"] / seconds,
         "reused": data.train.reused,
         "ledger": ledger["sources"],
-        "lines": {use: str(store.ledger_lines) for use, store in data.stores_by_use().items() if store.ledger_lines},
+        "lines": {use: str(store.ledger_lines) for use, store in data.stores().items() if store.ledger_lines},
     }
     _print_summary(result)
-    for store in data.stores_by_use().values():
+    for store in data.stores().values():
         if (hint := store.describe_ledger_lines()) is not None:
             info(hint)
     return result

@@ -131,6 +131,12 @@ def packing_efficiency(plan: Plan, row_length: int) -> float:
     return plan.stats.tokens / (row_length * (len(plan.rows) - 1))
 
 
+def typical_length(lengths: NDArray[np.integer]) -> float:
+    """The length of the document that an average token is in."""
+    sizes = lengths.astype(np.float64)
+    return float((sizes**2).sum() / max(1.0, sizes.sum()))
+
+
 # Load balancing: rows of a step descend in cost, so that the loader can deal them evenly to the ranks.
 
 ATTENTION_CROSSOVER = 12_288

@@ -262,9 +262,8 @@ class PrepareJob:
         """Render every conversation in full from now on; chunks made with the cache no longer count."""
         (self.folder / _NO_RENDER_CACHE).touch()
 
-    def chunk_path(self, number: int, cached: bool | None = None) -> Path:
+    def chunk_path(self, number: int, cached: bool) -> Path:
         """The file of a chunk. Chunks made with and without the render cache have different names."""
-        cached = self.uses_render_cache if cached is None else cached
         return self.folder / f"{number:08d}{'' if cached else '-full'}.npz"
 
     def missing_chunks(self) -> tuple[list[int], int]:

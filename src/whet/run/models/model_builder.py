@@ -1,4 +1,4 @@
-"""Builds the model and the loader of a run: weights, adapters, quantization, attention, packing check and loss."""
+"""Builds the model of a run: weights, adapters, quantization, attention, packing check and loss."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from torch import nn
 
 from whet.compat.torch_compiler import hash_compilers, import_inductor
 from whet.config import Config
-from whet.core.distributed import Ranks, get_local_device
+from whet.core.distributed import get_local_device
 from whet.core.errors import WhetError
 from whet.core.signals import abandon_thread
-from whet.data.loader import Loader
-from whet.data.plan.planner import Plan
-from whet.data.prepare.store import Store
 from whet.data.prepare.workers import fork_lock
 from whet.execution.compile import should_compile
 from whet.model import attention
@@ -40,39 +37,14 @@ from whet.model.packing_check import choose_packing
 from whet.model.quantize import quantize_
 from whet.model.randomness import is_stochastic, require_no_layer_drop
 from whet.parallel.expert_parallel import require_divisible_experts
-from whet.parallel.fsdp import apply_fsdp, has_collectives_in_passes, reshard
+from whet.parallel.fsdp import apply_fsdp, reshard
 from whet.parallel.mesh import Mesh
 from whet.parallel.tensor_parallel import read_tensor_parallel_plan, verify_tensor_parallel
 from whet.training.precision import PrecisionPolicy, resolve_precision
 
-_FORWARD_ROWS, _FORWARD_TOKENS = 4, 32768
-"""Without gradients, a micro-batch on a GPU has so many times the rows, or so many tokens if that is more: a training
-step holds the activations of all layers, or with recomputation those of one layer and the inputs of all."""
-
 
 class VocabularyError(WhetError):
     """The tokenizer has more tokens than the model."""
-
-
-def make_loader(
-    config: Config, store: Store, plan: Plan, ranks: Ranks, root: LossModel, with_gradients: bool = True
-) -> Loader:
-    """This rank's loader of a plan. Micro-batches are padded where kernels are compiled for their sizes. Without
-    gradients, nothing is kept for a backward pass, so those of a GPU are larger, where running out of memory can be
-    survived.
-    """
-    on_gpu = ranks.device.type == "cuda"
-    micro_rows = config.train.least_micro_rows
-    if root.unpacked and not root.pads:
-        micro_rows = 1
-    elif root.unpacked and config.train.micro_rows == "auto" and len(plan.documents):  # as many as fill a packed row
-        micro_rows = max(1, int(config.row_length // store.lengths[plan.documents].mean()))
-    elif on_gpu and not with_gradients and not has_collectives_in_passes(root, ranks):
-        micro_rows = max(micro_rows * _FORWARD_ROWS, _FORWARD_TOKENS // config.row_length)
-    return Loader(
-        store, plan, micro_rows, ranks.data_rank, ranks.data_size, on_gpu or config.model.compile is True, ranks.device,
-        (ranks.context_rank, ranks.context_size),
-    )  # fmt: skip
 
 
 def set_deterministic(config: Config) -> None:

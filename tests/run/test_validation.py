@@ -20,7 +20,7 @@ from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.loss.loss_model import LossModel, LossSum
-from whet.run.evaluation import ValidationMetadata, ValidationSums, source_names, validation_loss
+from whet.run.validation import ValidationMetadata, ValidationSums, source_names, validation_loss
 from whet.tokenizer.token_bytes import bytes_per_token
 
 TINY = ModelConfig(path="builtin:tiny")

@@ -15,7 +15,6 @@ from whet.checkpoint import directory
 from whet.checkpoint.load import load_checkpoint
 from whet.config import Config
 from whet.core import launch_env
-from whet.core.checksums import read_hashed_json
 from whet.core.config import Section
 from whet.core.console import info, silence_libraries, warn
 from whet.core.display import escape_controls
@@ -29,6 +28,7 @@ from whet.model.lora.peft_adapters import embedding_rows
 from whet.model.loss.loss_model import LossModel
 from whet.run.data import load_run_tokenizer
 from whet.run.models.model_builder import build_loss_model, build_model, set_deterministic
+from whet.run.plan_summary import read_plan_json
 from whet.run.resume import read_run_config
 from whet.training.diagnose import Diagnoser, Diagnosis, DocumentResult
 from whet.training.faults import preview_text
@@ -167,10 +167,7 @@ def _load_nearest_checkpoint(saved: SavedBatch, run: Path, root: LossModel, rank
 
 def _typical_length(run: Path) -> float:
     """A document length for which the attention backend of this run is chosen again."""
-    try:
-        served = str(read_hashed_json(run / "plan.json").get("attention", ""))
-    except WhetError:
-        return 0
+    served = str(read_plan_json(run).get("attention", ""))
     return {"cudnn": attention.CUDNN_MIN_LENGTH, "fa4": attention.FA4_MIN_LENGTH}.get(served, 0)
 
 
