@@ -84,7 +84,7 @@ def test_all_linear_leaves_out_layers_that_would_learn_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, left_out",
+    ("kind", "left_out"),
     [
         ("mamba", {"x_proj", "dt_proj", "out_proj"}),  # dt_proj is always read past an adapter, the others by kernels
         ("falcon_mamba", {"x_proj", "dt_proj", "out_proj"}),
