@@ -65,15 +65,22 @@ def load_with_transformers(place: str | Path, *, dequantize: bool = False, **opt
     own = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
     config = AutoConfig.from_pretrained(place, **own)
     require_language_model(config)
-    settings = getattr(config, "quantization_config", None)
-    if dequantize and isinstance(settings, dict) and settings.get("quant_method") in ("fp8", "mxfp4"):
-        from transformers.quantizers import AutoQuantizationConfig
-
-        options["quantization_config"] = AutoQuantizationConfig.from_dict(settings | {"dequantize": True})
+    if dequantize:
+        options |= dequantization_options(config)
     loaded = auto_class(config).from_pretrained(place, **options)
-    if settings is not None:
+    if getattr(config, "quantization_config", None) is not None:
         _finish_dequantization_(loaded[0] if isinstance(loaded, tuple) else loaded, options.get("dtype"))
     return loaded
+
+
+def dequantization_options(config: Any) -> dict[str, Any]:
+    """What `from_pretrained` needs to dequantize the weights of a model with this configuration."""
+    settings = getattr(config, "quantization_config", None)
+    if not isinstance(settings, dict) or settings.get("quant_method") not in ("fp8", "mxfp4"):
+        return {}
+    from transformers.quantizers import AutoQuantizationConfig
+
+    return {"quantization_config": AutoQuantizationConfig.from_dict(settings | {"dequantize": True})}
 
 
 def _finish_dequantization_(model: Any, dtype: Any) -> None:
