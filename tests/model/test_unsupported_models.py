@@ -27,7 +27,7 @@ from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.pretrained import load_model, require_unquantized
 from whet.model.load.tokenizer import stop_ids
-from whet.model.lora.peft_adapters import add_adapter
+from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import KeepFloat64
 from whet.model.packing_check import choose_packing
@@ -89,7 +89,8 @@ def test_a_model_whose_head_is_more_than_a_linear_layer_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "room"), [("gpt2", 64), ("opt", 64), ("gptj", 64), ("ctrl", 64), ("bert-generation", 64), ("llama", None)]
+    ("kind", "room"),
+    [("gpt2", 64), ("opt", 64), ("gptj", 64), ("ctrl", 64), ("bert-generation", 64), ("mpt", 64), ("llama", None)],
 )
 def test_a_document_longer_than_a_table_of_positions_is_an_error(kind: str, room: int | None) -> None:
     model = tiny_model(kind)
@@ -98,6 +99,14 @@ def test_a_document_longer_than_a_table_of_positions_is_an_error(kind: str, room
     if room is not None:
         with pytest.raises(WhetError, match=rf"data\.max_length: .* 65 tokens, .* has positions for {room} alone"):
             choose_packing(LossModel(model), VOCABULARY, room + 1)
+
+
+@pytest.mark.parametrize("settings", [{"targets": ["wpe"]}, {"targets": ["c_attn"], "also_train": ["wpe"]}], ids=str)
+def test_a_table_of_positions_that_is_trained_is_still_one(settings: dict[str, Any]) -> None:
+    model = unwrap_peft(add_adapter(tiny_model("gpt2"), AdapterConfig(rank=2, **settings), seed=0))
+    attention.install_backend(model, "sdpa")
+    with pytest.raises(WhetError, match=r"data\.max_length: .* 65 tokens, .* has positions for 64 alone"):
+        choose_packing(LossModel(model), VOCABULARY, 65)
 
 
 def test_a_gguf_file_is_named(tmp_path: Path) -> None:
