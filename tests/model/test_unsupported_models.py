@@ -15,15 +15,19 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from tiny_architectures import VOCABULARY, tiny_config, tiny_model
 from whet.compat.transformers_private import to_checkpoint_tensors
 from whet.core.errors import WhetError
+from whet.exporting import peft_adapter
+from whet.exporting.trained_model import TrainedModel
 from whet.model import attention
-from whet.model.config import ModelConfig
+from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.pretrained import load_model, require_unquantized
 from whet.model.load.tokenizer import stop_ids
+from whet.model.lora.peft_adapters import add_adapter, unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.modules import KeepFloat64
 from whet.model.packing_check import choose_packing
@@ -85,7 +89,8 @@ def test_a_model_whose_head_is_more_than_a_linear_layer_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "room"), [("gpt2", 64), ("opt", 64), ("gptj", 64), ("ctrl", 64), ("bert-generation", 64), ("llama", None)]
+    ("kind", "room"),
+    [("gpt2", 64), ("opt", 64), ("gptj", 64), ("ctrl", 64), ("bert-generation", 64), ("mpt", 64), ("llama", None)],
 )
 def test_a_document_longer_than_a_table_of_positions_is_an_error(kind: str, room: int | None) -> None:
     model = tiny_model(kind)
@@ -94,6 +99,14 @@ def test_a_document_longer_than_a_table_of_positions_is_an_error(kind: str, room
     if room is not None:
         with pytest.raises(WhetError, match=rf"data\.max_length: .* 65 tokens, .* has positions for {room} alone"):
             choose_packing(LossModel(model), VOCABULARY, room + 1)
+
+
+@pytest.mark.parametrize("settings", [{"targets": ["wpe"]}, {"targets": ["c_attn"], "also_train": ["wpe"]}], ids=str)
+def test_a_table_of_positions_that_is_trained_is_still_one(settings: dict[str, Any]) -> None:
+    model = unwrap_peft(add_adapter(tiny_model("gpt2"), AdapterConfig(rank=2, **settings), seed=0))
+    attention.install_backend(model, "sdpa")
+    with pytest.raises(WhetError, match=r"data\.max_length: .* 65 tokens, .* has positions for 64 alone"):
+        choose_packing(LossModel(model), VOCABULARY, 65)
 
 
 def test_a_gguf_file_is_named(tmp_path: Path) -> None:
@@ -207,29 +220,54 @@ def test_a_stop_token_that_is_no_number_is_an_error(folder: Path) -> None:
         stop_ids(ModelConfig(path=str(folder)))
 
 
-@pytest.mark.parametrize("has_kernels", [False, True])
-def test_weights_in_fp8_are_dequantized_and_written_without_their_scales(
-    has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it has kernels for fp8, transformers dequantizes on request only."""
+FP8_WEIGHT = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def fp8_folder(tmp_path: Path) -> Path:
+    """One weight is in fp8: 2.0 with a scale of 0.25."""
     config = AutoConfig.for_model(
         "llama", hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, vocab_size=VOCABULARY,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    name = "model.layers.0.mlp.up_proj.weight"
-    values = torch.full((128, 128), 2.0)
-    edit_weights(tmp_path, **{name: values.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.full((1, 1), 0.25)})
+    scaled = {FP8_WEIGHT: torch.full((128, 128), 2.0).to(torch.float8_e4m3fn)}
+    edit_weights(tmp_path, **scaled, **{f"{FP8_WEIGHT}_scale_inv": torch.full((1, 1), 0.25)})
     method = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     edit_config(tmp_path, quantization_config=method)
+    return tmp_path
+
+
+@pytest.fixture
+def fp8_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it has kernels for fp8, transformers dequantizes on request only."""
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_weights_in_fp8_are_dequantized_and_written_without_their_scales(
+    has_kernels: bool, fp8_folder: Path, request: pytest.FixtureRequest
+) -> None:
     if has_kernels:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    model = load_model(ModelConfig(path=str(tmp_path)), torch.float32, torch.device("cpu"))
+        request.getfixturevalue("fp8_kernels")
+    model = load_model(ModelConfig(path=str(fp8_folder)), torch.float32, torch.device("cpu"))
     require_unquantized(model, "")
-    weight = model.get_parameter(name)
-    assert torch.equal(weight, values / 4)
-    assert list(to_checkpoint_tensors(model, name, weight)) == [name]
+    weight = model.get_parameter(FP8_WEIGHT)
+    assert torch.equal(weight, torch.full((128, 128), 0.5))
+    assert list(to_checkpoint_tensors(model, FP8_WEIGHT, weight)) == [FP8_WEIGHT]
+
+
+@pytest.mark.usefixtures("fp8_kernels")
+def test_an_exported_adapter_is_verified_over_the_weights_that_it_was_trained_over(
+    fp8_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    base = load_model(ModelConfig(path=str(fp8_folder)), torch.float32)
+    model: Any = add_adapter(base, AdapterConfig(rank=2), seed=0)
+    folder = tmp_path_factory.mktemp("adapter")
+    model.save_pretrained(folder)
+    loaded = peft_adapter._load_back(folder, TrainedModel(model), trust_remote_code=False)
+    name = FP8_WEIGHT.replace("weight", "base_layer.weight")
+    assert torch.equal(loaded.get_parameter(name), model.get_base_model().get_parameter(name))
 
 
 def test_weights_in_mxfp4_get_the_dtype_of_training(tmp_path: Path) -> None:

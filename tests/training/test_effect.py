@@ -83,6 +83,14 @@ def test_every_weight_of_full_fine_tuning(name: str) -> None:
     assert "model.layers.1.mlp.up_proj.weight" in warning
 
 
+def test_adapters_that_the_model_reads_past_have_no_gradient() -> None:
+    model = add_adapter(tiny_model("mamba", torch.float32), AdapterConfig(rank=2, targets=["in_proj", "dt_proj"]), 0)
+    root = LossModel(unwrap_peft(model))
+    meter = EffectMeter(root, ALONE)
+    root.language_model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert meter.without_gradient() == [f"backbone.layers.{layer}.mixer.dt_proj.weight" for layer in (0, 1)]
+
+
 def test_a_learning_rate_that_rounding_swallows() -> None:
     meter, optimizer, _ = trained(tiny_model("llama", torch.float32), lr=1e-30)
     effects = meter.measure(optimizer)

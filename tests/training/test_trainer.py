@@ -26,7 +26,7 @@ from whet.execution.cuda_graphs import compile_and_capture_count
 from whet.model.flops import AttentionCost, StepFlops
 from whet.training import faults, overlap, trainer
 from whet.training.guard import Guard
-from whet.training.metrics import RunTotals
+from whet.training.metrics import RunTotals, StartupTimer
 from whet.training.optimizers.factory import build_optimizer
 from whet.training.output import RunOutput
 from whet.training.precision import LossScaler
@@ -147,7 +147,7 @@ class FakePlan:
 
     def __init__(self, steps: int, stats: Any) -> None:
         self._steps, self.stats, self.documents = steps, stats, range(2 * steps)
-        self.step_offset = 0
+        self.step_offset, self.last_step = 0, steps
 
     def __len__(self) -> int:
         return self._steps
@@ -164,6 +164,17 @@ def test_it_evaluates_and_saves_on_schedule(make_run: Callable[..., Any]) -> Non
         ("evaluate", 0), ("save", 2), ("evaluate", 3), ("save", 4), ("save", 6), ("evaluate", 6), ("save", 7),
         ("evaluate", 7),
     ]  # fmt: skip
+
+
+def test_weights_without_a_gradient_are_named_after_the_first_step(
+    make_run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = make_run(Intervals(steps=3, last=3, evaluate_every=None, evaluate_at_start=False, save_every=100))
+    run.effect = SimpleNamespace(without_gradient=lambda: [f"layers.{layer}.dt_proj.weight" for layer in range(5)])
+    run.startup = StartupTimer()
+    train(run)
+    named = "step 1: 5 trained weights got no gradient: layers.0.dt_proj.weight, layers.1.dt_proj.weight, layers.2"
+    assert "".join(capsys.readouterr().err.split()).count("".join(named.split())) == 1
 
 
 def test_with_an_offset_intervals_and_profiled_steps_count_from_it(make_run: Callable[..., Any]) -> None:

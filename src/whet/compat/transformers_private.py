@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -70,6 +71,13 @@ def forget_dequantization_(model: nn.Module) -> None:
     """`PreTrainedModel._weight_conversions`: after dequantization at loading, they would write scales beside weights.
     Without them, the model's files are those of any model of its class."""
     vars(model).pop("_weight_conversions", None)
+
+
+def unexpected_weights(model: Any, names: Iterable[str]) -> list[str]:
+    """`PreTrainedModel._keys_to_ignore_on_load_unexpected`: of the weights in files for which a model has no place,
+    those that from_pretrained reports. It ignores buffers of old checkpoints, too."""
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+    return sorted(name for name in names if not any(re.search(pattern, name) for pattern in ignored))
 
 
 _has_conversions: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

@@ -23,7 +23,12 @@ from whet.exporting.spec import ExportFindings, ExportSpec
 from whet.exporting.trained_model import TrainedModel, compute_logits
 from whet.exporting.weight_comparison import LoadedWeights, compare_weights
 from whet.model.experts.install import install_experts
-from whet.model.load.pretrained import load_with_transformers, prepare_float64_, widen_weights_
+from whet.model.load.pretrained import (
+    dequantization_options,
+    load_with_transformers,
+    prepare_float64_,
+    widen_weights_,
+)
 from whet.model.lora.adapter_folder import load_adapter
 from whet.model.lora.peft_adapters import embedding_rows, unwrap_peft
 from whet.model.modules import is_multimodal
@@ -94,16 +99,19 @@ def _base_model_name(folder: Path) -> str:
 
 
 def _load_back(folder: Path, trained: TrainedModel, trust_remote_code: bool) -> nn.Module:
-    options: dict[str, Any] = {"dtype": trained.weight_dtype, "trust_remote_code": trust_remote_code}
+    from peft import PeftConfig
+    from transformers import AutoConfig, AutoTokenizer
+
+    own: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    options = {"dtype": trained.weight_dtype, **own}
+    place = PeftConfig.from_pretrained(folder).base_model_name_or_path
     if not trained.is_quantized and not is_multimodal(trained.language_model):  # peft has no auto class for those
         from peft import AutoPeftModelForCausalLM
 
+        options |= dequantization_options(AutoConfig.from_pretrained(place, **own))
         model = unwrap_peft(AutoPeftModelForCausalLM.from_pretrained(folder, **options))
         return prepare_float64_(widen_weights_(model, trained.weight_dtype), trained.weight_dtype)
-    from peft import PeftConfig
-    from transformers import AutoTokenizer
-
-    base = load_with_transformers(PeftConfig.from_pretrained(folder).base_model_name_or_path, **options)
+    base = load_with_transformers(place, dequantize=True, **options)
     vocabulary = len(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     if vocabulary > embedding_rows(base):  # for added tokens; the adapter has their rows
         base.resize_token_embeddings(vocabulary)

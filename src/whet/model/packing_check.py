@@ -109,19 +109,22 @@ _POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_
 
 def _require_positions(model: nn.Module, longest: int) -> None:
     """Refuse documents with more tokens than the model has positions for. On a GPU, looking up one more ends the
-    process; rotary embeddings and ALiBi have no such limit."""
+    process; rotary embeddings have no such limit, nor has ALiBi but that of MPT."""
     others = tuple(f"{name}." for name in other_modalities(model))
+    config: Any = model.config  # type: ignore[union-attr]
+    rooms = [config.max_seq_len] if config.model_type == "mpt" else []
     for name, table in itertools.chain(model.named_modules(), model.named_buffers()):
-        if name.rpartition(".")[2] not in _POSITION_TABLES or name.startswith(others):
+        plain = name.partition(".base_layer")[0].partition(".original_module")[0]  # adapted, or trained whole by peft
+        if plain.rpartition(".")[2] not in _POSITION_TABLES or name.startswith(others):
             continue
         weight = table if isinstance(table, Tensor) else getattr(table, "weight", None)
         if isinstance(table, nn.Embedding | Tensor) and weight is not None:
-            room = len(weight) - getattr(table, "offset", 0)
-            if longest > room:
-                raise WhetError(
-                    f"data.max_length: the longest conversation has {longest:,} tokens, and {type(model).__name__} has "
-                    f"positions for {room:,} alone. Lower data.max_length to that"
-                )
+            rooms.append(len(weight) - getattr(table, "offset", 0))
+    if rooms and longest > min(rooms):
+        raise WhetError(
+            f"data.max_length: the longest conversation has {longest:,} tokens, and {type(model).__name__} has "
+            f"positions for {min(rooms):,} alone. Lower data.max_length to that"
+        )
 
 
 def _raise_if_not_the_model(error: Exception) -> None:

@@ -42,6 +42,10 @@ class EffectMeter:
         self._sketches = {weight.name: sketch(_units(weight)[0]).cpu() for weight in own}
         self._squares = {weight.name: _square(_units(weight)[0]) for weight in own}
 
+    def without_gradient(self) -> list[str]:
+        """The weights to which the passes of the latest step gave no gradient, not even zeros."""
+        return [each.name for each in self._weights if all(weight.grad is None for weight in each.parameters)]
+
     @torch.no_grad()
     def measure(self, optimizer: torch.optim.Optimizer) -> list[WeightEffect]:
         """The effect so far. Every rank calls it, at the same time."""

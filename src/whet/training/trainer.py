@@ -147,8 +147,20 @@ def finish_step(
         run.output.write_losses(run.step + 1, documents, run.store.targets[documents], result.conversation_losses)
     if result.expert_load is not None:
         _warn_of_idle_experts(run, result.expert_load)
+    if verdict.kind == "fine" and not run.startup.is_done:
+        _warn_of_weights_without_gradient(run)
     _end_step(run, totals, line)
     return line
+
+
+def _warn_of_weights_without_gradient(run: Run) -> None:
+    """In the first step; the run lists what never got one at its end (training/effect_meter.py)."""
+    if names := run.effect.without_gradient():
+        remedy = ": leave it out of adapter.targets" if run.config.adapter is not None else ""
+        warn(
+            f"step {run.step + 1}: {len(names):,} trained weights got no gradient: {listed(names)}. The loss of this "
+            f"step does not depend on them. What no step reaches learns nothing{remedy}"
+        )
 
 
 def _warn_of_idle_experts(run: Run, load: StepLoad) -> None:

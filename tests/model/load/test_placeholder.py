@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from whet.core.errors import WhetError
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.placeholder import (
@@ -79,6 +81,43 @@ def test_files_with_scaled_dtypes_do_not_match(tmp_path: Path) -> None:
 def test_tied_weights_stay_tied() -> None:
     model, _ = load_placeholder_model(TINY, torch.float32)
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_a_head_of_its_own_is_not_tied_by_config_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers leaves weights apart that differ in the files. A placeholder model that ties them would be another
+    model than the one that was trained, and so would its export."""
+    head = 1.5 * load_file(builtin_folder("builtin:tiny") / "model.safetensors")["model.embed_tokens.weight"]
+    config = copy_tiny(tmp_path, lm_head__weight=head)
+    hollow, source = load_placeholder_model(config, torch.float32)
+    assert "config.json ties lm_head.weight to the embedding" in capsys.readouterr().err
+    assert torch.equal(source.read_rows("lm_head.weight", 0, len(head)), head)
+    for model in (hollow, load_model(config, torch.float32)):
+        assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+        assert not model.config.tie_word_embeddings
+        model.resize_token_embeddings(len(head) + 8)
+        assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+
+
+def test_weights_that_the_model_has_no_place_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = copy_tiny(tmp_path / "layer", model__layers__9__mlp__up_proj__weight=torch.ones(4, 4))
+    assert isinstance(load_placeholder_model(config, torch.float32)[1], SafetensorsSource)
+    assert "1 weights of the files are not part of LlamaForCausalLM" in capsys.readouterr().err
+    config = copy_tiny(tmp_path / "bias", model__layers__0__self_attn__q_proj__bias=torch.ones(64))
+    with pytest.raises(WhetError, match=r"layers have no such weights as are in the files \(.*q_proj\.bias\)"):
+        load_placeholder_model(config, torch.float32)
+    config = copy_tiny(tmp_path / "old", model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
+    load_placeholder_model(config, torch.float32)
+    assert capsys.readouterr().err == ""
+
+
+def copy_tiny(folder: Path, **weights: torch.Tensor) -> ModelConfig:
+    """builtin:tiny with these weights too."""
+    shutil.copytree(builtin_folder("builtin:tiny"), folder, dirs_exist_ok=True)
+    (folder / "certificate.json").unlink(missing_ok=True)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {name.replace("__", "."): weight for name, weight in weights.items()}, file,
+              metadata={"format": "pt"})  # fmt: skip
+    return ModelConfig(path=str(folder))
 
 
 def test_adapters_of_a_placeholder_model_start_like_those_of_a_real_one() -> None:

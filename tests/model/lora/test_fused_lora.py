@@ -176,6 +176,24 @@ def test_an_mlp_is_known_by_what_it_computes(make_model: Make, disguised: type[D
     assert set(operators(adapted)) == {"whet::lora_linear"}
 
 
+def test_outputs_may_be_changed_in_place(make_model: Make) -> None:
+    """As Gemma 3n, Llama 4 and others do."""
+
+    class Halving(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).mul_(0.5)
+
+    pair = both(make_model("Llama", num_hidden_layers=1))[:2]
+    for model in pair:
+        layer = unwrap_peft(model).model.layers[0]
+        layer.mlp, layer.self_attn.o_proj = Halving(layer.mlp), Halving(layer.self_attn.o_proj)
+    assert_same(*pair)
+
+
 def test_an_attention_with_other_qkv_inputs_gets_them_computed(make_model: Make) -> None:
     plain, fused, _ = both(make_model("Llama", num_hidden_layers=1))
     for model in (plain, fused):
@@ -334,7 +352,8 @@ def test_operators_pass_opcheck(make_model: Make, shape: tuple[int, ...]) -> Non
     torch.library.opcheck(fused_mlp._down_forward, (*kept, down.frozen, down.bias, adapters, 0.5))
     for at_a_time, needs_x in ((4096, True), (2, True), (4096, False)):
         torch.library.opcheck(
-            fused_mlp._backward, (torch.ones_like(x), x.detach(), *kept, *frozen, adapters, scales, at_a_time, needs_x)
+            fused_mlp._backward,
+            (torch.ones_like(x).flatten(0, -2), x.detach(), *kept, *frozen, adapters, scales, at_a_time, needs_x),
         )
     for layers in ([q, k, v], [gate]):
         frozen, biases = (

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tiny_architectures import tiny_model
+from whet.compat.peft_private import is_lora_layer
 from whet.core.errors import WhetError
 from whet.model.config import AdapterConfig
 from whet.model.lora.peft_adapters import (
@@ -80,6 +81,24 @@ def test_all_linear_leaves_out_layers_that_would_learn_nothing() -> None:
     ends = {name.rpartition("mamba.")[2] for name in resolve_targets(model, "all-linear").modules if "mamba." in name}
     assert ends == {"in_proj", "x_proj"}
     assert resolve_targets(model, ["in_proj", "out_proj"]).modules == ["in_proj", "out_proj"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "left_out"),
+    [
+        ("mamba", {"x_proj", "dt_proj", "out_proj"}),  # dt_proj is always read past an adapter, the others by kernels
+        ("falcon_mamba", {"x_proj", "dt_proj", "out_proj"}),
+        ("bamba", {"out_proj"}),
+        ("gemma3n_text", {"correction_coefs"}),  # in training, when its weight is clamped
+        ("falcon", set()),  # its linear layers have a forward of their own, which computes the same
+    ],
+)
+def test_all_linear_leaves_them_out_of_dense_models_too(kind: str, left_out: set[str]) -> None:
+    model = tiny_model(kind, torch.float32)
+    layers = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    adapted = add_adapter(model, AdapterConfig(rank=2), seed=0)
+    reached = {name.rpartition(".")[2] for name, module in adapted.named_modules() if is_lora_layer(module)}
+    assert reached == layers - left_out - {"lm_head"}
 
 
 @pytest.mark.parametrize("settings", [{"method": "dora"}, {"dropout": 0.1}], ids=str)

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from whet.compat.transformers_private import unexpected_weights
 from whet.core.errors import WhetError
 from whet.core.files import read_json
 from whet.model.config import ModelConfig
@@ -17,6 +18,7 @@ from whet.model.load.pretrained import (
     auto_class,
     load_model,
     prepare_float64_,
+    report_left_out_weights,
     require_language_model,
     train_pad_row_,
 )
@@ -63,6 +65,13 @@ class SafetensorsSource:
         kept = self._of[name].get_slice(name)
         return tuple(kept.get_shape()) == tuple(like.shape) and kept.get_dtype() in _UNSCALED_TYPES
 
+    def has_two(self, one: str, other: str) -> bool:
+        """Whether the files have different weights of these names."""
+        return {one, other} <= self.names() and not torch.equal(self.read(one), self.read(other))
+
+    def names(self) -> set[str]:
+        return set(self._of)
+
     def read(self, name: str) -> Tensor:
         return self._of[name].get_tensor(name)
 
@@ -88,8 +97,8 @@ class InMemorySource:
 def load_placeholder_model(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.Module, WeightSource]:
     """A model with placeholder weights, and their source.
 
-    Weights that the files do not store as the model has them (fused experts, GGUF, random weights, added tokens) are
-    loaded into host memory.
+    Weights that the files do not store as the model has them (fused experts, GGUF, random weights, added tokens, a head
+    of its own where config.json ties it) are loaded into host memory.
     """
     files = None if is_random_model(config.path) else SafetensorsSource(snapshot_folder(config))
     if files is not None and not config.trust_remote_code and not config.add_tokens:
@@ -97,8 +106,11 @@ def load_placeholder_model(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.
         saved = model.state_dict(keep_vars=True)
         buffers = {name: tensor for name, tensor in saved.items() if not isinstance(tensor, nn.Parameter)}
         named = {**dict(model.named_parameters()), **buffers}
+        ties = model.get_expanded_tied_weights_keys(all_submodels=True)  # type: ignore[operator]
         is_plain = getattr(model.config, "quantization_config", None) is None
-        if is_plain and all(files.has_matching(name, tensor) for name, tensor in named.items()):
+        is_tied = not any(files.has_two(one, other) for one, other in ties.items())
+        if is_plain and is_tied and all(files.has_matching(name, tensor) for name, tensor in named.items()):
+            report_left_out_weights(model, unexpected_weights(model, files.names() - saved.keys()), config.path)
             for name, buffer in buffers.items():
                 buffer.copy_(files.read(name))
             scalars = [(name, weight) for name, weight in model.named_parameters() if weight.numel() == 1]

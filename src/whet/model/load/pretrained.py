@@ -65,15 +65,22 @@ def load_with_transformers(place: str | Path, *, dequantize: bool = False, **opt
     own = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
     config = AutoConfig.from_pretrained(place, **own)
     require_language_model(config)
-    settings = getattr(config, "quantization_config", None)
-    if dequantize and isinstance(settings, dict) and settings.get("quant_method") in ("fp8", "mxfp4"):
-        from transformers.quantizers import AutoQuantizationConfig
-
-        options["quantization_config"] = AutoQuantizationConfig.from_dict(settings | {"dequantize": True})
+    if dequantize:
+        options |= dequantization_options(config)
     loaded = auto_class(config).from_pretrained(place, **options)
-    if settings is not None:
+    if getattr(config, "quantization_config", None) is not None:
         _finish_dequantization_(loaded[0] if isinstance(loaded, tuple) else loaded, options.get("dtype"))
     return loaded
+
+
+def dequantization_options(config: Any) -> dict[str, Any]:
+    """What `from_pretrained` needs to dequantize the weights of a model with this configuration."""
+    settings = getattr(config, "quantization_config", None)
+    if not isinstance(settings, dict) or settings.get("quant_method") not in ("fp8", "mxfp4"):
+        return {}
+    from transformers.quantizers import AutoQuantizationConfig
+
+    return {"quantization_config": AutoQuantizationConfig.from_dict(settings | {"dequantize": True})}
 
 
 def _finish_dequantization_(model: Any, dtype: Any) -> None:
@@ -159,6 +166,7 @@ def _load_pretrained(config: ModelConfig, dtype: torch.dtype | str, device: torc
     except Exception as error:  # a damaged or forged file can raise almost anything
         raise load_error(config.path, "model", error) from None
     _require_matching_weights(model, found, config.path)
+    _untie_(model, config.path)
     return model
 
 
@@ -175,8 +183,12 @@ def _require_matching_weights(model: nn.Module, found: dict[str, Any], path: str
             f"model.path: {path}: {len(missing)} weights are missing ({', '.join(missing[:3])} …) and would be "
             "initialised at random. Check that config.json belongs to the weight files and that all were copied"
         )
+    report_left_out_weights(model, sorted(found["unexpected_keys"]), path)
+
+
+def report_left_out_weights(model: nn.Module, extra: Sequence[str], path: str) -> None:
+    """Warn of weights in the files that the model has no place for; raise a WhetError where a layer lacks its own."""
     modules = dict(model.named_modules())
-    extra = sorted(found["unexpected_keys"])
     owned = [name for name in extra if _has_weights(modules.get(name.rpartition(".")[0]))]
     if owned:  # such as a bias: the model would compute otherwise than the one that was saved
         raise WhetError(
@@ -187,6 +199,20 @@ def _require_matching_weights(model: nn.Module, found: dict[str, Any], path: str
         warn(
             f"model.path: {path}: {len(extra)} weights of the files are not part of {type(model).__name__} by "
             f"config.json and are left out ({', '.join(extra[:3])}{' …' if len(extra) > 3 else ''})"
+        )
+
+
+def _untie_(model: Any, path: str) -> None:
+    """Correct a configuration that ties weights which differ in the files. transformers leaves those apart when it
+    loads them, and ties them when it resizes the embedding; other programs tie them when they load the export."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if untied := [one for one, other in ties.items() if weights.get(one) is not weights.get(other)]:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+        warn(
+            f"model.path: {path}: config.json ties {untied[0]} to the embedding, and the files have another weight for "
+            "it. It is trained and exported as it is in the files, not tied"
         )
 
 

@@ -156,7 +156,8 @@ def lora_linear(x: Tensor, *layers: LoraWeights) -> list[Tensor]:
         [matrix for layer in layers for matrix in (layer.a, layer.b)],
         [layer.scale for layer in layers],
     )
-    return outputs[: len(layers)]
+    # viewed out here: models such as Gemma 3n change outputs in place, which autograd refuses for views made inside
+    return [y_to.view(*x.shape[:-1], y_to.shape[-1]) for y_to in outputs[: len(layers)]]
 
 
 @torch.library.custom_op(
@@ -168,7 +169,7 @@ def _forward(
     x: Tensor, frozen: Sequence[Tensor], sizes: Sequence[int], biases: Sequence[Tensor], adapters: Sequence[Tensor],
     scales: Sequence[float],
 ) -> list[Tensor]:  # fmt: skip
-    """The outputs, and x·[scaled A of all layers]ᵀ."""
+    """The outputs [T, O], and x·[scaled A of all layers]ᵀ."""
     with torch.autocast(x.device.type, enabled=False):
         x_te = flatten_tokens(x)
         operand = MatmulOperand(x_te)
@@ -178,8 +179,7 @@ def _forward(
         outputs = []
         matrices, given = _frozen_matrices(frozen, sizes, adapters, x.dtype), biases or itertools.repeat(None, len(bs))
         for matrix, b, part, bias in zip(matrices, bs, _split_by_rank(xa, adapters), given, strict=True):
-            y_to = sum_of_matmuls([(operand, matrix)], (part, b.T), bias)
-            outputs.append(y_to.view(*x.shape[:-1], len(b)))
+            outputs.append(sum_of_matmuls([(operand, matrix)], (part, b.T), bias))
         return [*outputs, xa]
 
 
@@ -188,8 +188,9 @@ def _(
     x: Tensor, frozen: Sequence[Tensor], sizes: Sequence[int], biases: Sequence[Tensor], adapters: Sequence[Tensor],
     scales: Sequence[float],
 ) -> list[Tensor]:  # fmt: skip
-    outputs = [x.new_empty(*x.shape[:-1], len(b)) for b in adapters[1::2]]
-    return [*outputs, x.new_empty(x.shape[:-1].numel(), sum(len(a) for a in adapters[::2]))]
+    tokens = x.shape[:-1].numel()
+    sizes = (*(len(b) for b in adapters[1::2]), sum(len(a) for a in adapters[::2]))
+    return [x.new_empty(tokens, size) for size in sizes]
 
 
 @torch.library.custom_op(
@@ -204,7 +205,7 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x (empty unless needs_x) and of the adapters."""
     with torch.autocast(x.device.type, enabled=False):
-        outer, dtype = [flatten_tokens(d_y) for d_y in d_outputs], adapters[0].dtype
+        outer, dtype = list(d_outputs), adapters[0].dtype
         # scale B, not A: then the gradient of A needs no scaling
         scaled = [[pair] for pair in zip(adapters[1::2], scales, strict=True)]
         a_all, *bs = cast_stacked([[(a, 1.0) for a in adapters[::2]], *scaled], x.dtype)
@@ -243,7 +244,7 @@ def _autograd_backward(ctx: Any, d_outputs: list[Tensor | None]) -> tuple[Any, .
     x, xa, *others = ctx.saved_tensors
     adapters, frozen = others[:count], others[count:]
     outer = [
-        x.new_zeros(*x.shape[:-1], len(b)) if d_y is None else d_y
+        x.new_zeros(len(xa), len(b)) if d_y is None else d_y
         for d_y, b in zip(d_outputs[:-1], adapters[1::2], strict=True)
     ]
     needs_x = ctx.needs_input_grad[0]

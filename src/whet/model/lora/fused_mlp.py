@@ -42,7 +42,7 @@ def lora_mlp(x: Tensor, gate: LoraWeights, up: LoraWeights, down: LoraWeights, l
         *(part for layer in layers for part in (layer.a, layer.b)),
         *(part for layer in layers for part in layer.frozen),
     )  # fmt: skip
-    return result
+    return result.view(*x.shape[:-1], result.shape[-1])  # out here, so that a model may change it in place
 
 
 class _LoraMLPFunction(torch.autograd.Function):
@@ -59,7 +59,7 @@ class _LoraMLPFunction(torch.autograd.Function):
         y: Tensor = _down_forward(gate0, up0, xa, down, down_bias, adapters, scales[2])
         ctx.save_for_backward(x, gate0, up0, xa, *tensors)
         ctx.chunk_tokens, ctx.sizes, ctx.scales = chunk_tokens, sizes, scales
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -160,7 +160,7 @@ def _backward(
         d_a_down = torch.zeros_like(a_down_cast, dtype=torch.promote_types(dtype, torch.float32))
         for start in range(0, max(1, len(gate0)), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            x_te, d_te = flatten_tokens(x)[part], flatten_tokens(d_y)[part]
+            x_te, d_te = flatten_tokens(x)[part], d_y[part]
             inputs = _swiglu_inputs(gate0[part], up0[part], xa[part], bs[0], bs[1])
             d_xa_down = d_te @ bs[2]
             d_h0 = sum_of_matmuls([(GradientOperand(d_te), down_ef)])

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from whet.compat.bitsandbytes_private import quant_state
 from whet.compat.peft_private import (
@@ -19,6 +20,7 @@ from whet.compat.peft_private import (
     refuses_target,
     without_renamed_targets,
 )
+from whet.compat.torch_private import copy_module_without_weights
 from whet.compat.transformers_private import is_experts_module
 from whet.core.errors import WhetError
 from whet.model.config import AdapterConfig
@@ -242,15 +244,15 @@ class Targets:
 
 
 def resolve_targets(model: Any, targets: list[str] | str) -> Targets:
-    """`adapter.targets` for a model; without stacked experts they are peft's to resolve."""
+    """`adapter.targets` for a model; names are peft's to resolve where there are no stacked experts."""
     stacks = expert_stacks(model)
-    if not stacks:
-        return Targets(targets)
     if targets == "all-linear":
         routers = map(model.get_submodule, router_names(model))
         others = {model.get_output_embeddings(), *routers, *_without_effect(model)}
         plain = [name for name, module in model.named_modules() if _is_linear(module) and module not in others]
         return Targets(plain, _shortened(stacks, stacks))
+    if not stacks:
+        return Targets(targets)
     linear = [name for name, module in model.named_modules() if _is_adaptable(module)]
     if isinstance(targets, str):
         modules = [name for name in linear if re.fullmatch(targets, name)]
@@ -333,16 +335,40 @@ def _rows(module: nn.Module) -> int:
 
 def _without_effect(model: nn.Module) -> Iterator[nn.Module]:
     """Linear layers whose adapters would learn nothing or cannot be computed: indexers of sparse attention, whose
-    choice of tokens has no gradient; layers of Mamba whose weights go to fused kernels, which do not see an adapter;
-    and layers with a product of their own, such as one for each group of heads."""
+    choice of tokens has no gradient; layers whose weights the model reads itself in training, past an adapter; and
+    layers with a product of their own, such as one for each group of heads. The first step of a run names others."""
     for module in model.modules():
         kind = type(module).__name__
+        children = dict(module.named_children())
         if kind.endswith("Indexer"):
             yield from module.modules()
-        elif "Mamba" in kind:
-            yield from (child for name, child in module.named_children() if name in ("dt_proj", "out_proj"))
-        elif isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward and not _is_4bit(module):
+        elif hasattr(module, "A_log") and hasattr(module, "D"):  # Mamba
+            norms = (child for name, child in children.items() if "norm" in name)
+            if not any(True for norm in norms for _ in norm.parameters()):  # or its kernels take what x_proj computes
+                yield from (children[name] for name in ("x_proj",) if name in children)
+            yield from (children[name] for name in ("dt_proj", "out_proj") if name in children)
+        elif kind.endswith("AltUp"):  # Gemma 3n
+            yield children["correction_coefs"]
+        elif isinstance(module, nn.Linear) and not _computes_linear(module):
             yield module
+
+
+def _computes_linear(layer: nn.Linear) -> bool:
+    """Whether a layer computes x Wᵀ + b, as some do in a forward of their own (Falcon). Runs it with a small weight in
+    place of its own, which may be a placeholder or on another device."""
+    if type(layer).forward is nn.Linear.forward or _is_4bit(layer):
+        return True
+    small = copy_module_without_weights(layer)
+    small.in_features, small.out_features = 6, 4
+    weight, bias = torch.linspace(-1, 1, 24).view(4, 6), None if layer.bias is None else torch.ones(4)
+    small.weight, small.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
+    x = torch.linspace(-2, 3, 18).view(1, 3, 6)
+    with torch.no_grad():
+        try:
+            found = small.forward(x)  # without hooks
+            return isinstance(found, Tensor) and torch.allclose(found, F.linear(x, weight, bias))
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return False  # it relies on the sizes of its weight
 
 
 def _is_4bit(layer: nn.Linear) -> bool:
