@@ -287,11 +287,12 @@ SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {}}}
     [
         [SCHEMA],
         json.dumps([SCHEMA]),
+        [json.dumps(SCHEMA)],
         [SCHEMA["function"]],
         [{"name": "f", "input_schema": {}}],
         [{"type": "function", "name": "f", "parameters": {}}],
     ],
-    ids=["list", "json", "bare", "anthropic", "responses"],
+    ids=["list", "json", "list of json", "bare", "anthropic", "responses"],
 )
 @pytest.mark.parametrize("key", ["tools", "functions"])
 def test_tools_are_a_list_or_a_json_string_of_one(given: Any, key: str) -> None:

@@ -335,6 +335,11 @@ def test_texts_with_one_label_are_documents(read: Any, text: str) -> None:
     assert isinstance(read({"text": text})[0], PlainText)
 
 
+@pytest.mark.parametrize("more", [{"bot": False}, {"answer": ""}])
+def test_texts_with_a_flag_or_an_empty_answer_are_documents(read: Any, more: dict[str, Any]) -> None:
+    assert isinstance(read({"text": "It is here."} | more)[0], PlainText)
+
+
 # Shapes that no format reads
 
 
@@ -599,6 +604,10 @@ LONG = "A text of more than forty characters, which nobody reads."
          "not used: score. To keep the better answers by score: where: score >= NUMBER"),
         ({"prompt": "Q?", "completion": "A.", "input_quality": "good"}, "not used: input_quality"),
         ({"question": "1+1?", "A": "1", "B": "2", "answer": "B", "subject": "maths"}, "not used: subject"),
+        ({"prompt": "Q?", "completion": "A.", "explanation": LONG}, "not used: explanation. To train on explanation as "
+         "reasoning before the answer, set fields: {reasoning: explanation}"),
+        ({"prompt": "\n\nHuman: Q?\n\nAssistant:", "completion": " A.", "id": 3},
+         "not used: id. prompt holds chats as text, each of which becomes one message of the user"),
     ],
 )  # fmt: skip
 def test_what_is_not_used_is_named_with_what_to_do(jsonl: Jsonl, record: Any, description: str) -> None:

@@ -43,7 +43,7 @@ _ANSWER_FIELDS = {"messages", "conversations", "completion", "output", "answer",
 _DETECTABLE = [name for name in FORMATS if name != "marked"]
 _MAX_SHOWN_KEYS = 12
 _REASONING_KEY = re.compile(
-    r"(?:^|_)(?:reason\w*|think\w*|thoughts?|cot|rationale|scratchpad|trajectory)(?:_|$)", re.IGNORECASE
+    r"(?:^|_)(?:reason\w*|think\w*|thoughts?|cot|rationale|explanation|scratchpad|trajectory)(?:_|$)", re.IGNORECASE
 )
 _FORMAT_EXAMPLE = (
     ". Set the format, such as format: prompt-completion and fields: {prompt: NAME, completion: NAME}; formats: "
@@ -398,6 +398,8 @@ def _advise(form: str, names: Mapping[str, str], records: Sequence[Any], used: M
         advice = f". {', '.join(texts[:3])} hold{'s' * (len(texts) == 1)} text" + (
             f"; to use it, set it in fields ({free})" if free else ""
         )
+    if form == "prompt-completion" and any(begins_chat(record.get(names["prompt"])) for record in records):
+        advice += f". {names['prompt']} holds chats as text, each of which becomes one message of the user"
     if scores:
         advice += f". To keep the better answers by {scores[0]}: where: {scores[0]} >= NUMBER"
     return advice

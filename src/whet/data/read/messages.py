@@ -405,6 +405,8 @@ def parse_tools(tools: Any, name: str = "tools") -> tuple[dict[str, Any], ...]:
 
 
 def _parse_tool(tool: Any, number: int) -> dict[str, Any]:
+    if isinstance(tool, str) and tool.lstrip().startswith("{"):
+        tool = parse_json(tool, f"tool {number}")
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRecordError(

@@ -184,8 +184,10 @@ def _name_single_message(record: Record) -> str | None:
 
 def _name_text_and_answer(record: Record) -> str | None:
     """Texts with a label, a summary or an answer: `text` would train on their words and drop it."""
-    others = [key for key, value in record.items() if key != "text" and isinstance(value, (str, int))]
-    answer = closest_key((*_LABELS, *_COMPLETIONS), others, ANSWER_WORDS.split(), cutoff=1.0)
+    others = [key for key, value in record.items() if key != "text" and isinstance(value, (str, int)) and value != ""]
+    no_flags = [key for key in others if not isinstance(record[key], bool)]  # `bot` may be one
+    answer = closest_key((*_LABELS, *_COMPLETIONS), others, cutoff=1.0)
+    answer = answer or closest_key((), no_flags, ANSWER_WORDS.split())
     if answer is None or not isinstance(record.get("text"), str):
         return None
     words = "" if isinstance(record[answer], str) else ", with words in place of its numbers"
