@@ -184,24 +184,34 @@ def test_a_turn_that_begins_with_another_marker_than_the_prefill_is_learned_from
     assert learned(tokenizer, *TURNS[:2]) == "<|START_TEXT|>Yes<|im_end|>"
 
 
-def test_the_marker_that_closes_reasoning_does_not_end_the_turn() -> None:
-    template = CHATML_TEMPLATE.replace(
-        "m['content'] + '<|im_end|>'",
-        "('<think>' + m.thinking + '</think>' if m.thinking else '') + (m.content + '<|im_end|>' if m.content else '')",
-    )
+@pytest.mark.parametrize(
+    ("split", "thought"),
+    [
+        ("m.thinking, m.content", Message("assistant", "", reasoning="hm")),
+        ("m.thinking, m.content | trim", Message("assistant", "\n\n", reasoning="hm")),
+        ("m.thinking, m.content[0].text", Message("assistant", "", reasoning="hm")),
+        ("(m.content.split('</think>')[0].split('<think>')[1], '') if '</think>' in m.content else ('', m.content)",
+         Message("assistant", "<think>hm</think>")),
+    ],
+    ids=["empty", "blank", "parts", "inline"],
+)  # fmt: skip
+def test_the_marker_that_closes_reasoning_does_not_end_the_turn(split: str, thought: Message) -> None:
+    template = (
+        f"{{% for m in messages %}}{{% set thought, text = {split} %}}{{{{ '<|im_start|>' + m.role + '\n' }}}}"
+        "{{ '<think>' + thought + '</think>' if thought else '' }}{{ text + '<|im_end|>' if text else '' }}{{ '\n' }}"
+        "{% endfor %}"
+    ) + PROMPT
     tokenizer = tokenizer_with(template, "<think>", "</think>")
-    question, thought = Message("user", "Hi"), Message("assistant", "", reasoning="hm")
     with pytest.raises(BadRecordError) as refused:
-        rendered(tokenizer, Conversation((question, thought), Origin("here", 1)))
+        rendered(tokenizer, Conversation((Message("user", "Hi"), thought), Origin("here", 1)))
     assert refused.value.reason == "no end of turn"
 
 
-def test_other_whitespace_before_the_end_of_an_earlier_turn_is_learned_with_it() -> None:
+@pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>"])
+def test_other_whitespace_before_the_end_of_an_earlier_turn_is_learned_with_it(eos: str) -> None:
     """As in Nemotron Nano's template, which writes the last call on a way of its own."""
-    tokenizer = tokenizer_with(
-        CHATML_TEMPLATE.replace("m['content'] +", "m['content'] + ('' if loop.last else '\n') +")
-    )
-    assert learned(tokenizer, *TURNS) == "Yes\n<|im_end|>¦No.<|im_end|>"
+    template = CHATML_TEMPLATE.replace("m['content'] +", "m['content'] + ('' if loop.last else '\n') +")
+    assert learned(tokenizer_with(template, eos=eos), *TURNS) == "Yes\n<|im_end|>¦No.<|im_end|>"
 
 
 # No end after the last answer: the refusal tells what to do, and that works

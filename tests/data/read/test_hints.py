@@ -50,6 +50,7 @@ ASKED = [["Wie heißt du?", "Ich heiße Jörg."]]
 SUCH_AS = 'semicolon-separated, read as {}, such as "{}" (if that is wrong, set encoding)'
 ROWS = [["Hi, é", "Hello"], ["two\nlines", "c"]]
 BOTH = [["Hi é", "Hello"]] * 2
+MARKS = "prompt,completion\nCan I?,You can’t – it’s “closed”.\nThe price?,It is 5 € for the dogs’ food…\n"
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,11 @@ BOTH = [["Hi é", "Hello"]] * 2
         ("a.csv", GERMAN.encode("utf-8-sig"), "semicolon-separated, UTF-8 with BOM", ASKED),
         ("a.csv", GERMAN.encode("cp1252"), SUCH_AS.format("Windows-1252", "heißt"), ASKED),
         ("a.csv", RUSSIAN.encode("cp1251"), SUCH_AS.format("Windows-1251", "Как"), [["Как дела?", "Хорошо, спасибо."]]),
+        ("a.csv", b'prompt, completion\n"Hi, you", "Hello"\nWho?, " Me"\n', "without the spaces before cells",
+         [["Hi, you", "Hello"], ["Who?", " Me"]]),
+        ("a.csv", b"prompt,completion\nWho?, Me\n", "prompt-completion (prompt, completion)", [["Who?", " Me"]]),
+        ("a.csv", MARKS.encode("cp1252"), "read as Windows-1252 (if that is wrong, set encoding)",
+         [["Can I?", "You can’t – it’s “closed”."], ["The price?", "It is 5 € for the dogs’ food…"]]),
         ("a.csv", b",prompt,completion\n0,a,b\n", "not used: columns without a name (1)", [["a", "b"]]),
         ("a.csv", b" prompt ,completion ,\na,b,\n", "columns without a name (3)", [["a", "b"]]),
         ("a.jsonl", f"{GOOD}\n{GOOD}".encode("utf-16"), "read as UTF-16", BOTH),

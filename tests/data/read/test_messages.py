@@ -84,6 +84,14 @@ def test_text_parts_are_joined_without_a_gap() -> None:
     assert parsed.messages == (Message("user", "a b"),)
 
 
+def test_text_parts_have_other_types_in_the_responses_api_and_may_be_the_system_prompt() -> None:
+    turns = [{"role": role, "content": [{"type": f"{kind}_text", "text": kind}]}
+             for role, kind in (("user", "input"), ("assistant", "output"))]  # fmt: skip
+    system = {"system": [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}]}
+    expected = (Message("system", "Be kind."), Message("user", "input"), Message("assistant", "output"))
+    assert parse_record({"messages": turns} | system, HERE).messages == expected
+
+
 def test_unused_keys_are_allowed() -> None:
     parsed = parse_record({"id": 3, "messages": [{"role": "user", "content": "a", "name": "Anna"}]}, HERE)
     assert parsed.messages == (Message("user", "a"),)
@@ -105,7 +113,7 @@ def test_an_origin_reads_as_file_and_line() -> None:
         ([3], "bad message", "a number"),
         ({}, "no messages", "no keys"),
         ({"prompt": "a", "answer": "b"}, "no messages", "'prompt', 'answer'"),
-        ({"messages": None}, "no messages", "'messages'"),
+        ({"messages": None}, "no messages", "'messages' must be a list of at least one message, not null"),
         ({"messages": []}, "no messages", "an empty list"),
         ({"messages": {"role": "user"}}, "no messages", "an object"),
         ({"messages": "Hi"}, "no messages", "text"),
@@ -115,6 +123,11 @@ def test_an_origin_reads_as_file_and_line() -> None:
         ({"messages": [{"role": "human", "content": "a"}]}, "unknown role", "'human'"),
         ({"messages": [{"role": "User", "content": "a"}]}, "unknown role", "'User'"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "unknown role", "['user']"),
+        ({"messages": [{"role": "ipython", "content": "a"}]}, "unknown role", "Write 'tool'"),
+        ({"messages": [{"role": "assistant", "content": None, "refusal": "No."}]}, "bad content",
+         "'refusal' in place of 'content'"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1"}]}]}, "bad content",
+         "not tool_use; write thinking as reasoning, tool_use as tool_calls"),
         ({"messages": [{"role": "user"}]}, "bad content", "message 1 has no 'content' (it has 'role')"),
         ({"messages": [{"role": "user", "content": 3}]}, "bad content", "a number"),
         ({"messages": [{"role": "user", "content": {}}]}, "bad content", "an object"),
@@ -263,12 +276,24 @@ def test_a_result_answers_an_unanswered_call(calls: list[Any], results: list[Any
     with pytest.raises(BadRecordError) as caught:
         talk(*turns)
     assert caught.value.reason == "result without a call"
+    assert "Write the call as tool_calls" in str(caught.value)
 
 
 SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
-@pytest.mark.parametrize("given", [[SCHEMA], json.dumps([SCHEMA]), [SCHEMA["function"]]])
+@pytest.mark.parametrize(
+    "given",
+    [
+        [SCHEMA],
+        json.dumps([SCHEMA]),
+        [json.dumps(SCHEMA)],
+        [SCHEMA["function"]],
+        [{"name": "f", "input_schema": {}}],
+        [{"type": "function", "name": "f", "parameters": {}}],
+    ],
+    ids=["list", "json", "list of json", "bare", "anthropic", "responses"],
+)
 @pytest.mark.parametrize("key", ["tools", "functions"])
 def test_tools_are_a_list_or_a_json_string_of_one(given: Any, key: str) -> None:
     assert talk(USER, ANSWER, **{key: given}).tools == (SCHEMA,)
@@ -316,7 +341,8 @@ def test_weight_and_train_set_the_train_flag(turn: dict[str, Any], train: bool |
     [
         {**ANSWER, "weight": 0.5}, {**ANSWER, "weight": 2}, {**ANSWER, "weight": "1"}, {**ANSWER, "weight": True},
         {**ANSWER, "train": 1}, {**ANSWER, "train": "no"}, {**ANSWER, "weight": 1, "train": False},
-        {**USER, "weight": 1}, {**USER, "train": True},
+        {**USER, "weight": 1}, {**USER, "train": True}, {**ANSWER, "loss": False}, {**ANSWER, "training": True},
+        {**ANSWER, "masked": True}, {**USER, "loss_weight": 0.0},
     ],
 )  # fmt: skip
 def test_an_unsupported_weight_is_rejected(turn: dict[str, Any]) -> None:

@@ -245,8 +245,10 @@ PREFERENCES = {
     "hh-rlhf": {"chosen": "\n\nHuman: Q?\n\nAssistant: A.", "rejected": "\n\nHuman: Q?\n\nAssistant: B."},
     "affixes": {"prompt": "Q?", "chosen_response": "A.", "rejected_response": "B.", "chosen-model": "x"},
     "one rejected": {"prompt": "Q?", "completion": "A.", "rejected": "B."},
+    "ms-swift": {"messages": [USER, ANSWER], "rejected_response": "B."},
     "pairs": {"question": "Q?", "response_j": "A.", "response_k": "B.", "qid": 1},
     "several answers": {"question": "Q?", "answer1": "A.", "answer2": "B.", "answer3": "C."},
+    "table": {"question": "Q?", "Answer 1": "A.", "Answer 2": "B."},
     "safe-rlhf": {"prompt": "Q?", "response_0": "A.", "response_1": "B.", "better_response_id": 0},
 }  # fmt: skip
 
@@ -262,6 +264,15 @@ def test_preference_data_are_named_and_the_remedy_trains_on_the_chosen_answers(
     parsed = read(record, record, **remedy(message))
     system = [("system", "S.")] if "system" in record else []
     assert [turns(each) for each in parsed] == [[*system, ("user", "Q?"), ("assistant", "A.")]] * 2
+
+
+@pytest.mark.system("jq")
+def test_the_command_for_the_preference_data_of_openai_writes_the_preferred_answers(read: Any) -> None:
+    record = {"input": {"messages": [USER], "tools": []}, "preferred_output": [ANSWER],
+              "non_preferred_output": [{**ANSWER, "content": "A longer answer."}]}  # fmt: skip
+    [program] = re.findall(r"to train on 'preferred_output', .*: jq -c '(.*)' FILE > NEW", refusal(read, record))
+    done = subprocess.run(["jq", "-c", program], input=json.dumps(record), capture_output=True, text=True, check=True)
+    assert turns(read(json.loads(done.stdout))[0]) == [("user", "Q?"), ("assistant", "A.")]
 
 
 @pytest.mark.parametrize("shape", ["dpo", "question", "alpaca", "conversational", "sharegpt", "hh-rlhf"])
@@ -309,7 +320,8 @@ def test_a_transcript_must_alternate(read: Any) -> None:
     "text",
     ["Below is an instruction.\n\n### Instruction:\nQ?\n\n### Response:\nA.", "A chat. USER: Q? ASSISTANT: A.</s>",
      "<human>: Q?\n<bot>: A.", "User: Q?\nAssistant: A.", "<start_of_turn>user\nQ?", "<|prompter|>Q?<|assistant|>A.",
-     "Intro\n### Human: Q?### Assistant: A."],
+     "Intro\n### Human: Q?### Assistant: A.", "12/03/2024, 09:15 - Anna: Q?\n12/03/2024, 09:16 - Shop: A.",
+     "\u200e[12.03.24, 9:15:07\u202fPM] Anna: Q?"],
 )  # fmt: skip
 def test_other_texts_with_turns_are_refused(read: Any, text: str) -> None:
     assert "the texts are chats with" in refusal(read, {"text": text})
@@ -321,6 +333,11 @@ def test_other_texts_with_turns_are_refused(read: Any, text: str) -> None:
 )
 def test_texts_with_one_label_are_documents(read: Any, text: str) -> None:
     assert isinstance(read({"text": text})[0], PlainText)
+
+
+@pytest.mark.parametrize("more", [{"bot": False}, {"answer": ""}])
+def test_texts_with_a_flag_or_an_empty_answer_are_documents(read: Any, more: dict[str, Any]) -> None:
+    assert isinstance(read({"text": "It is here."} | more)[0], PlainText)
 
 
 # Shapes that no format reads
@@ -338,7 +355,12 @@ def test_texts_with_one_label_are_documents(read: Any, text: str) -> None:
         ({"message_tree_id": "a", "tree_state": "ready", "prompt": {"text": "Q?", "role": "prompter", "replies": []}},
          "a tree of replies"),
         ({"conversation": {"messages": [USER, ANSWER]}, "id": 1}, "the messages are inside 'conversation'"),
-        ({"custom_id": "1", "body": {"messages": [USER]}}, "the messages are inside 'body'"),
+        ({"custom_id": "1", "body": {"messages": [USER]}}, "the messages are inside 'body', without an answer"),
+        ({"segments": [{"label": False, "text": "Q?"}, {"label": True, "text": "A."}]},
+         "texts with a mask of their own ('segments'), as in Axolotl's input_output"),
+        ({"query": "Q?", "answers": '[{"name": "f", "arguments": {}}]', "tools": "[]"},
+         "calls of tools as text ('answers'), as in xLAM"),
+        ({"system": "S.", "chat": "USER: Q?\n\n\nASSISTANT: A."}, "'chat' holds whole chats as text"),
         ({"data": ["Q?", "A."]}, "'data' is a list of texts without speakers"),
         ({"conversation": [{"input": "Q?", "output": "A."}]}, "'conversation' is a list of objects with input, output"),
         ({"input_ids": [1, 2], "labels": [1, 2]}, "tokenized records ('input_ids')"),
@@ -373,6 +395,7 @@ GEMINI = {
         {"role": "model", "parts": [{"text": "A."}]},
     ]
 }
+XLAM = [{"query": "Q?", "answers": '[{"name": "f", "arguments": {"n": 1}}]', "tools": '[{"name": "f"}]'}]
 GEMINI_WITH_SYSTEM = GEMINI | {"systemInstruction": {"parts": [{"text": "S."}]}}
 SQUAD = {
     "data": [{"paragraphs": [{"context": "C.", "qas": [
@@ -390,6 +413,7 @@ ANSWERED = [("user", "Q?"), ("assistant", "A.")]
         ("gemini.jq", GEMINI, ANSWERED),
         ("squad.jq", SQUAD, [("user", "Q?\n\nC."), ("assistant", "A.")]),
         ("gemini.jq", GEMINI_WITH_SYSTEM, [("system", "S."), *ANSWERED]),
+        ("xlam.jq", XLAM, [("user", "Q?"), ("assistant", "")]),
     ],
 )
 def test_the_lines_of_the_docs_write_messages(read: Any, name: str, exported: Any, expected: list[Any]) -> None:
@@ -510,7 +534,9 @@ def test_the_text_that_choices_are_about_is_in_the_question(read: Any, key: str)
     "record",
     [{"premise": "It rains.", "hypothesis": "It is wet.", "label": 1},
      {"ctx": "He", "endings": ["a", "b"], "label": "1"},
-     {"id": "1", "content": "hi", "author": {"id": "9", "name": "Anna"}}],
+     {"id": "1", "content": "hi", "author": {"id": "9", "name": "Anna"}},
+     {"type": "conversation", "id": "1", "parts": {"type": "list"}},
+     {"ticket": 7, "subject": "Q?", "comments": [{"author": {"role": "agent"}, "body": "A."}]}],
 )  # fmt: skip
 def test_two_texts_that_are_no_question_and_answer(read: Any, jsonl: Jsonl, record: Any) -> None:
     message = refusal(read, record)
@@ -576,7 +602,12 @@ LONG = "A text of more than forty characters, which nobody reads."
         ([USER, {**ANSWER, "emotion": "joy"}], "not used: emotion"),
         ({"prompt": "Q?", "completion": "A.", "score": 3.5},
          "not used: score. To keep the better answers by score: where: score >= NUMBER"),
+        ({"prompt": "Q?", "completion": "A.", "input_quality": "good"}, "not used: input_quality"),
         ({"question": "1+1?", "A": "1", "B": "2", "answer": "B", "subject": "maths"}, "not used: subject"),
+        ({"prompt": "Q?", "completion": "A.", "explanation": LONG}, "not used: explanation. To train on explanation as "
+         "reasoning before the answer, set fields: {reasoning: explanation}"),
+        ({"prompt": "\n\nHuman: Q?\n\nAssistant:", "completion": " A.", "id": 3},
+         "not used: id. prompt holds chats as text, each of which becomes one message of the user"),
     ],
 )  # fmt: skip
 def test_what_is_not_used_is_named_with_what_to_do(jsonl: Jsonl, record: Any, description: str) -> None:

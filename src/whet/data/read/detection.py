@@ -13,7 +13,8 @@ from whet.core.yaml import dump_yaml_inline
 from whet.data.config import Source
 from whet.data.conversation import Origin
 from whet.data.read.container import Container, RawRecord, marked_encoding, open_bytes
-from whet.data.read.formats import FORMATS, find_chat_marker
+from whet.data.read.formats import FORMATS, begins_chat, find_chat_marker
+from whet.data.read.messages import RECORD_FIELDS
 from whet.data.read.question_formats import ANSWER_WORDS, QUESTION_WORDS, list_choices
 from whet.data.read.record_fields import closest_key, find_optional, present_names
 from whet.data.read.text_encoding import unmarked_utf16
@@ -42,7 +43,7 @@ _ANSWER_FIELDS = {"messages", "conversations", "completion", "output", "answer",
 _DETECTABLE = [name for name in FORMATS if name != "marked"]
 _MAX_SHOWN_KEYS = 12
 _REASONING_KEY = re.compile(
-    r"(?:^|_)(?:reason\w*|think\w*|thoughts?|cot|rationale|scratchpad|trajectory)(?:_|$)", re.IGNORECASE
+    r"(?:^|_)(?:reason\w*|think\w*|thoughts?|cot|rationale|explanation|scratchpad|trajectory)(?:_|$)", re.IGNORECASE
 )
 _FORMAT_EXAMPLE = (
     ". Set the format, such as format: prompt-completion and fields: {prompt: NAME, completion: NAME}; formats: "
@@ -299,11 +300,13 @@ def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
         for key in keys
         if all(isinstance(r.get(key), str) and r[key].strip() for r in sample if isinstance(r, dict))
     ]
-    if len(texts) != 2 or not all(_COLUMN_NAME.fullmatch(key) for key in texts):
+    if len(texts) != 2 or not all(_COLUMN_NAME.fullmatch(key) and not ID_NAME.fullmatch(key) for key in texts):
+        return None
+    if texts[0] in RECORD_FIELDS["system"] or any(begins_chat(r.get(texts[1])) for r in sample if isinstance(r, dict)):
         return None
     if any(isinstance(r, dict) and (r.get("label") is not None or _has_lists(r)) for r in sample):
         return None  # two sentences and how they relate, a question and its choices
-    if ID_NAME.fullmatch(texts[0]) or all(r[texts[0]].strip().isdigit() for r in sample if isinstance(r, dict)):
+    if all(r[texts[0]].strip().isdigit() for r in sample if isinstance(r, dict)):
         return None
     return SuggestedFields("prompt-completion", {"prompt": texts[0], "completion": texts[1]})
 
@@ -376,7 +379,11 @@ def _unused_turn_keys(sample: Sequence[Any], used: Sequence[str], inner: Sequenc
 def _advise(form: str, names: Mapping[str, str], records: Sequence[Any], used: Mapping[str, str]) -> str:
     """How to use fields that are not used although they hold text or scores."""
     texts = unused_texts(records, used)
-    scores = [key for key in _record_keys(records) if SCORE.fullmatch(key) and key not in used]
+    scores = [
+        key
+        for key in _record_keys(records)
+        if SCORE.fullmatch(key) and key not in used and not any(isinstance(r.get(key), str) for r in records)
+    ]
     advice = ""
     thoughts = next((key for key in texts if _REASONING_KEY.search(key)), None)
     if thoughts and "reasoning" in FORMATS[form].optional:
@@ -391,6 +398,8 @@ def _advise(form: str, names: Mapping[str, str], records: Sequence[Any], used: M
         advice = f". {', '.join(texts[:3])} hold{'s' * (len(texts) == 1)} text" + (
             f"; to use it, set it in fields ({free})" if free else ""
         )
+    if form == "prompt-completion" and any(begins_chat(record.get(names["prompt"])) for record in records):
+        advice += f". {names['prompt']} holds chats as text, each of which becomes one message of the user"
     if scores:
         advice += f". To keep the better answers by {scores[0]}: where: {scores[0]} >= NUMBER"
     return advice

@@ -52,6 +52,13 @@ _USER_LABEL, _ASSISTANT_LABEL = (
 )
 
 
+_MESSENGER_LINE = re.compile(
+    r"^\u200e?\[?\d[\d./-]{5,9}, \d?\d[:.]\d\d(?:[:.]\d\d)?(?:\s?[ap]\.?m\.?)?(?:\]| -) [^:\n]{1,40}:",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""A message of a chat that WhatsApp exports."""
+
+
 def recognise_text(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
     """Every set of field names under which the record matches."""
     if isinstance(record, str):
@@ -69,7 +76,15 @@ def find_chat_marker(record: Any, name: str) -> str | None:
     if not isinstance(text, str):
         return None
     found = _CHAT_MARKERS.search(text) or (_ASSISTANT_LABEL.search(text) and _USER_LABEL.search(text))
+    found = found or _MESSENGER_LINE.search(text)
     return found.group().strip() if found else None
+
+
+def begins_chat(text: Any) -> bool:
+    """Whether a text is a chat from its first word on."""
+    if not isinstance(text, str) or not find_chat_marker(text, ""):
+        return False
+    return bool(_CHAT_MARKERS.match(text.lstrip()) or _USER_LABEL.match(text.lstrip()))
 
 
 def parse_text(record: Any, names: Mapping[str, str], origin: Origin) -> PlainText:

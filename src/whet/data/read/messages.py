@@ -40,7 +40,7 @@ MESSAGES_FIELDS = {
     "role": ("role",),
     "content": ("content",),
 }
-_MESSAGES_EXAMPLE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
+MESSAGES_EXAMPLE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 _LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 _CHAT_ROLES = ("user", "assistant")
 
@@ -114,9 +114,9 @@ def _require_messages(turns: Any, record: Any, name: str) -> list[Any]:
         raise BadRecordError(
             "not an object", f"the record must be an object with '{name}', not {describe_type(record)}"
         )
-    if isinstance(record, dict) and turns is None:
+    if isinstance(record, dict) and name not in record:
         raise BadRecordError(
-            "no messages", f"the record has no '{name}' ({describe_keys(record, name)}). Write {_MESSAGES_EXAMPLE}"
+            "no messages", f"the record has no '{name}' ({describe_keys(record, name)}). Write {MESSAGES_EXAMPLE}"
         )
     raise BadRecordError("no messages", f"'{name}' must be a list of at least one message, not {describe_type(turns)}")
 
@@ -153,12 +153,13 @@ def add_system_prompt(
 ) -> Sequence[Message]:
     """With the system prompt that the record has beside them, if it has one."""
     name, system = find_optional(record, "system", RECORD_FIELDS["system"], names)
-    if system is None or not require_text(system, f"'{name}'").strip():
+    text = _parse_content(system, f"'{name}'", optional=True)
+    if not text.strip():
         return messages
     first = messages[0]
     if first.role not in ("system", "developer"):
-        return [Message("system", system), *messages]
-    if system.strip() != first.content.strip():
+        return [Message("system", text), *messages]
+    if text.strip() != first.content.strip():
         raise BadRecordError(
             "two system messages",
             f"'{name}' is {shorten(system)} and message 1 is another system message ({shorten(first.content)}); "
@@ -206,6 +207,11 @@ def parse_message(turn: Any, number: int, role_name: str = "role", content_name:
         raise BadRecordError("bad message", f"{place} must be an object, not {describe_type(turn)}")
     role = _parse_role(turn.get(role_name), place, role_name, content_name)
     tool_calls, reasoning = _parse_message_calls(turn, role, place), _parse_reasoning(turn, role, place)
+    if turn.get(content_name) is None and isinstance(turn.get("refusal"), str):
+        raise BadRecordError(
+            "bad content",
+            f"{place} has 'refusal' in place of '{content_name}'. To train on it, write it as '{content_name}'",
+        )
     if content_name not in turn and not (tool_calls or reasoning):
         raise BadRecordError("bad content", f"{place} has no '{content_name}' ({describe_keys(turn, content_name)})")
     content = _parse_content(turn.get(content_name), f"{place}: '{content_name}'", bool(tool_calls or reasoning))
@@ -228,7 +234,7 @@ def parse_message(turn: Any, number: int, role_name: str = "role", content_name:
 
 _ROLE_ALIASES = {
     "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
-    "model": "assistant", "ai": "assistant",
+    "model": "assistant", "ai": "assistant", "ipython": "tool", "observation": "tool",
 }  # fmt: skip
 
 
@@ -247,20 +253,26 @@ def _parse_role(role: Any, place: str, role_name: str, content_name: str) -> str
     return str(role)
 
 
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
 def _parse_content(content: Any, place: str, optional: bool) -> str:
     if content is None and optional:
         return ""
     if not isinstance(content, list):
         return require_text(content, place)
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else None for part in content
+    ]
     if not texts or not all(isinstance(text, str) for text in texts):
         objects = [part for part in content if isinstance(part, dict)]
-        kinds = {str(part["type"]) for part in objects if "type" in part} - {"text"}
+        kinds = {str(part["type"]) for part in objects if "type" in part} - {*_TEXT_PARTS}
         kinds |= {key for part in objects if "type" not in part for key in part if key in MEDIA_KEYS}
         found = f", not {', '.join(sorted(kinds))[:60]}" if kinds else ""
-        raise BadRecordError(
-            "bad content", f"{place}: whet trains on content parts of type 'text'{found}; remove the others"
-        )
+        remedy = "remove the others"
+        if kinds & {"thinking", "tool_use", "tool_result"}:
+            remedy = "write thinking as reasoning, tool_use as tool_calls and tool_result as a message of the role tool"
+        raise BadRecordError("bad content", f"{place}: whet trains on content parts of type 'text'{found}; {remedy}")
     return require_text("".join(map(str, texts)), place)
 
 
@@ -341,8 +353,19 @@ def _parse_reasoning(turn: Mapping[str, Any], role: str, place: str) -> str:
     return texts[0]
 
 
+_OTHER_WEIGHTS = ("loss", "loss_mask", "loss_weight", "mask", "masked", "trainable", "training")
+"""How other tools mark messages that are not to be learned."""
+
+
 def parse_train_flag(turn: Mapping[str, Any], role: str, place: str) -> bool | None:
     """False for `weight: 0` or `train: false`, otherwise None."""
+    for key in _OTHER_WEIGHTS:
+        if turn.get(key) is not None:
+            raise BadRecordError(
+                "bad weight",
+                f"{place} has {key}: {shorten(turn[key])}, which whet does not read. To exclude a message from the "
+                f"loss, write weight: 0 or train: false; remove {key!r}",
+            )
     weight, train = turn.get("weight"), turn.get("train")
     if weight is None and train is None:
         return None
@@ -382,6 +405,8 @@ def parse_tools(tools: Any, name: str = "tools") -> tuple[dict[str, Any], ...]:
 
 
 def _parse_tool(tool: Any, number: int) -> dict[str, Any]:
+    if isinstance(tool, str) and tool.lstrip().startswith("{"):
+        tool = parse_json(tool, f"tool {number}")
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRecordError(
@@ -389,7 +414,10 @@ def _parse_tool(tool: Any, number: int) -> dict[str, Any]:
             f'tool {number} must be {{"type": "function", "function": {{"name": …}}}}, not {shorten(tool)}',
         )
     require_json_value(tool, f"the strings of tool {number}")
-    return {"type": "function", "function": function} if function is tool else tool
+    if function is not tool:
+        return tool
+    names = {"input_schema": "parameters"}  # Anthropic's name
+    return {"type": "function", "function": {names.get(k, k): v for k, v in tool.items() if k != "type"}}
 
 
 def parse_tool_calls(calls: Any, place: str) -> tuple[ToolCall, ...]:
@@ -459,5 +487,7 @@ def _find_answered_call(unanswered: Sequence[ToolCall], message: Message, number
             return call
     call_id = "" if message.tool_call_id is None else f" with tool_call_id {shorten(message.tool_call_id)}"
     raise BadRecordError(
-        "result without a call", f"message {number} is a tool result{call_id}, but no unanswered call precedes it"
+        "result without a call",
+        f"message {number} is a tool result{call_id}, but no unanswered call precedes it. Write the call as tool_calls "
+        "of the assistant's message and not in its text, or the result as a user's message",
     )

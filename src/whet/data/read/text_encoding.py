@@ -68,7 +68,8 @@ def _detect_encoding(path: Path, name: str, _size: int, _modified: int) -> TextE
         return TextEncoding(utf16, "read as UTF-16 without a byte order mark")
     if _is_utf8(block):
         return TextEncoding(UTF8, "UTF-8 with BOM" if has_mark else "")
-    codec = _read_as_language(block) or _read_by_statistics(block, list(_LABELS))
+    codec = "cp1252" if _has_marks_only(block) else None
+    codec = codec or _read_as_language(block) or _read_by_statistics(block, list(_LABELS))
     if codec is None:
         return TextEncoding(UTF8, "")
     word = next(iter(_WORD.findall(block.decode(codec, "replace"))), "")
@@ -121,6 +122,21 @@ def _share_of_letters(block: bytes, codec: str, alphabets: list[str]) -> float:
     return max(sum(found[letter] for letter in set(alphabet)) for alphabet in alphabets) / total if total else 0.0
 
 
+def _has_marks_only(block: bytes) -> bool:
+    """Whether a file has no letters beyond ASCII, but marks where marks are, read as Windows-1252: English of Excel,
+    with its apostrophes, quotes and dashes. In other code pages these bytes are letters: `donĺt`."""
+    try:
+        text = block.decode("cp1252")
+    except UnicodeDecodeError:
+        return False
+    beyond = [character for character in text if character > "\x7f"]
+    is_rare = len(beyond) * _RARE <= len(text)
+    return is_rare and all(character in _MARKS for character in beyond) and not _MISPLACED.search(text)
+
+
+_RARE = 5
+_MISPLACED = re.compile(r"(?<=\w)[“„‚‘«‹¿¡]|[”»›€£¥¢§](?=[^\W\d_])|(?<=[^\W\d_])[•†‡©®™°²³¹¼½¾×÷±](?=[^\W\d_])")
+"""Marks that open, after a letter; that close, or stand before numbers, before a letter; others between letters."""
 _MARKS = "’·“”„‘‚«»‹›–—…¿¡°§¶•†©®™€£¥¢²³¹¼½¾×÷±µ´¨№\xa0\xad"
 _IN_WORD = re.compile(r"(?<=(.))([^\x00-\x7f])(?=(.))", re.DOTALL)
 

@@ -51,6 +51,10 @@ class CsvFile(Container):
             self.kind += found
         if self._codec != UTF8:
             self.kind += f" {codecs.lookup(self._codec).name}"
+        self._skips_spaces = any(
+            cell.startswith(" ") and cell.lstrip().startswith('"') for _, row in rows for cell in row
+        )
+        """Someone wrote `a, "b"`. In quoted cells spaces stay."""
         self.note = ", ".join(
             filter(
                 None,
@@ -58,6 +62,7 @@ class CsvFile(Container):
                     f"{_DELIMITERS[found]}-separated" if found != delimiter else "",
                     encoding_note,
                     f"columns named in line {self._header_line}" if header else "",
+                    "without the spaces before cells" if self._skips_spaces else "",
                 ],
             )
         )
@@ -66,7 +71,8 @@ class CsvFile(Container):
     def records(self) -> Iterator[RawRecord]:
         csv.field_size_limit(MAX_RECORD_BYTES)  # its default is 128 KiB, less than a long answer
         with _open_text(self.path, self.name, self._codec) as text:
-            reader = csv.reader(_bounded_lines(text, self.name), delimiter=self._delimiter, strict=True)
+            lines = _bounded_lines(text, self.name)
+            reader = csv.reader(lines, delimiter=self._delimiter, strict=True, skipinitialspace=self._skips_spaces)
             header: list[str] | None = None
             self.blank = waiting = 0
             while True:

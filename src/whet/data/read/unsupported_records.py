@@ -10,9 +10,9 @@ from typing import Any
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Origin, ParsedRecord
-from whet.data.read.formats import FORMATS
+from whet.data.read.formats import FORMATS, begins_chat
 from whet.data.read.json_files import is_list_of_records
-from whet.data.read.messages import MEDIA_KEYS, RECORD_FIELDS, is_turn_list
+from whet.data.read.messages import MEDIA_KEYS, MESSAGES_EXAMPLE, RECORD_FIELDS, is_turn_list
 from whet.data.read.question_formats import (
     ANSWER_WORDS,
     CHOICE_COLUMN,
@@ -20,7 +20,7 @@ from whet.data.read.question_formats import (
     MORE_THAN_A_PROMPT,
     QUESTION_WORDS,
 )
-from whet.data.read.record_fields import EMPTY_VALUES, closest_key, find_optional, shorten
+from whet.data.read.record_fields import EMPTY_VALUES, closest_key, decode_list, find_optional, shorten
 from whet.data.read.sharegpt import SHAREGPT_ROLES
 
 Record = Mapping[str, Any]
@@ -62,7 +62,8 @@ def reject_unsupported(record: Any, parsed: ParsedRecord, names: Mapping[str, st
 def _reject_keys(record: Record, parsed: ParsedRecord, names: Mapping[str, str]) -> None:
     for key in sorted(_UNSUPPORTED_KEYS & record.keys()):
         if record[key] not in EMPTY_VALUES and key not in names.values():
-            raise BadRecordError("unsupported key", f"the record has '{key}', but whet trains on text only; remove it")
+            why = "trains on text only" if key in MEDIA_KEYS else "gives chat templates no options"
+            raise BadRecordError("unsupported key", f"the record has '{key}', but whet {why}; remove it")
     if not isinstance(parsed, Conversation):
         return
     if record.get("weight") not in (None, 1) or record.get("train") not in (None, True):
@@ -84,15 +85,17 @@ def _reject_keys(record: Record, parsed: ParsedRecord, names: Mapping[str, str])
 # All records of a source, from a sample.
 
 _REJECTED_WORDS, _CHOSEN_WORDS = {"rejected", "dispreferred"}, ("chosen", "preferred", "accepted")
+_NOT_PREFERRED = re.compile(r"(?:non|not|un)[_\W]?preferred")
 _ROLE_KEYS = ("role", "from", "speaker", "author", "sender")
 _SPEAKERS = {"user", "human", "prompter", "assistant", "gpt", "bot", "system", "tool", "chatgpt", "model"}
 _CONVERSATION_KEY = re.compile(r"(?:conversation|conv|dialog(?:ue)?|chat|thread|session|ticket)_?id", re.IGNORECASE)
 _LABELS = ("label", "labels", "summary", "code")
 ID_NAME = re.compile(r"(?:.*[_ ])?(?:id|uuid|idx|index|nr|key|url)\.?", re.IGNORECASE)
+_NOT_ANSWERING = ("system", "developer", "user", "human")
 _TEXT_KEYS = ("text", "content", "value", "message", "body")
 _ANSWER_LISTS = ("completions", "responses", "answers", "generations", "outputs", "candidates", "replies")
 _PAIR = re.compile(
-    r"(response|answer|completion|output|generation|conversation|chat|summary|human_ref)_?([012abjk])", re.I
+    r"(response|answer|completion|output|generation|conversation|chat|summary|human_ref)[_ ]?([012abjk])", re.I
 )
 _TURN_LISTS = (*FORMATS["messages"].required["messages"], "data", "utterances")
 _PROMPTS, _COMPLETIONS = (FORMATS["prompt-completion"].required[field] for field in ("prompt", "completion"))
@@ -105,7 +108,8 @@ def name_preference(sample: Sequence[Any]) -> str | None:
     if rejected is None:
         return None
     found = [key for word in _CHOSEN_WORDS for record in records for key in _find_answers(record, {word})]
-    chosen = next(iter(found), None) or next((key for key in _COMPLETIONS if key in records[0]), "CHOSEN")
+    others = (key for key in (*_COMPLETIONS, *FORMATS["messages"].required["messages"]) if key in records[0])
+    chosen = next(iter(found), None) or next(others, "CHOSEN")
     return _describe_preference(records, chosen, rejected)
 
 
@@ -116,7 +120,7 @@ def _find_answers(record: Record, words: set[str]) -> list[str]:
         for key, value in record.items()
         if isinstance(value, (str, list, dict))
         and value
-        and not words.isdisjoint(re.split(r"[_\W]+", str(key).lower()))
+        and not words.isdisjoint(re.split(r"[_\W]+", _NOT_PREFERRED.sub("dispreferred", str(key).lower())))
     ]
     return sorted(keys, key=lambda key: (key not in words, -len(str(record[key]))))
 
@@ -180,8 +184,10 @@ def _name_single_message(record: Record) -> str | None:
 
 def _name_text_and_answer(record: Record) -> str | None:
     """Texts with a label, a summary or an answer: `text` would train on their words and drop it."""
-    others = [key for key, value in record.items() if key != "text" and isinstance(value, (str, int))]
-    answer = closest_key((*_LABELS, *_COMPLETIONS), others, ANSWER_WORDS.split(), cutoff=1.0)
+    others = [key for key, value in record.items() if key != "text" and isinstance(value, (str, int)) and value != ""]
+    no_flags = [key for key in others if not isinstance(record[key], bool)]  # `bot` may be one
+    answer = closest_key((*_LABELS, *_COMPLETIONS), others, cutoff=1.0)
+    answer = answer or closest_key((), no_flags, ANSWER_WORDS.split())
     if answer is None or not isinstance(record.get("text"), str):
         return None
     words = "" if isinstance(record[answer], str) else ", with words in place of its numbers"
@@ -195,11 +201,19 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
     keys = record.keys()
     if shape := _name_export(record):
         return f"{shape}. docs/data.md has a line that writes them as messages"
+    if calls := next((key for key in _ANSWER_LISTS if _holds_calls(record.get(key))), None):
+        return f"calls of tools as text ({calls!r}), as in xLAM. docs/data.md has a line that writes them as messages"
     for key, value in record.items():
-        if isinstance(value, dict) and any(
-            is_turn_list(value.get(name), role) for name in _TURN_LISTS for role in ("role", "from")
-        ):
+        inner = [value.get(name) for name in _TURN_LISTS] if isinstance(value, dict) else []
+        if turns := next((each for each in inner if is_turn_list(each, "role") or is_turn_list(each, "from")), None):
+            if isinstance(turns, list) and all(_last_speaker([turn]) in _NOT_ANSWERING for turn in turns):
+                return f"the messages are inside {key!r}, without an answer. Write both as {MESSAGES_EXAMPLE}"
             return f"the messages are inside {key!r}. Write what is inside as the record: {_unwrap(key)}"
+        if isinstance(value, list) and value and all(_is_segment(each) for each in value):
+            return (
+                f"texts with a mask of their own ({key!r}), as in Axolotl's input_output. whet makes the mask from the "
+                f"chat template: write {MESSAGES_EXAMPLE}, with weight: 0 for answers that are not to be learned"
+            )
         if isinstance(value, dict) and "replies" in value:
             return (
                 f"a tree of replies inside {key!r}, as in OASST. whet reads a conversation per record: write each path "
@@ -224,9 +238,8 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
         if isinstance(turns, list) and turns and isinstance(turns[0], (str, dict)):
             shape = "texts without speakers" if isinstance(turns[0], str) else f"objects with {', '.join(turns[0])}"
             return (
-                f"{key!r} is a list of {shape[:80]}, not of messages. Write it as "
-                '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}, or set '
-                f"fields: {{messages: {key}, role: NAME, content: NAME}}"
+                f"{key!r} is a list of {shape[:80]}, not of messages. Write it as {MESSAGES_EXAMPLE}, or set fields: "
+                f"{{messages: {key}, role: NAME, content: NAME}}"
             )
     if "input_ids" in keys:
         return (
@@ -248,6 +261,21 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
     return None
 
 
+def _holds_calls(value: Any) -> bool:
+    """Whether this is the JSON of a list of tool calls."""
+    if not isinstance(value, str) or '"arguments"' not in value:
+        return False
+    try:
+        calls = decode_list(value, "")
+    except BadRecordError:
+        return False
+    return isinstance(calls, list) and all(isinstance(call, dict) and "name" in call for call in calls)
+
+
+def _is_segment(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("label"), bool) and isinstance(value.get("text"), str)
+
+
 def _has_texts(value: Record) -> bool:
     """Whether it may be a question and an answer, or the languages of a translation."""
     return len(value) > 1 and all(isinstance(text, str) and text for text in value.values())
@@ -261,7 +289,9 @@ def find_turns(record: Record) -> dict[str, str] | None:
         for role, text in itertools.product(_ROLE_KEYS, _TEXT_KEYS):
             if (role, text) in (("role", "content"), ("from", "value")):
                 continue
-            if turns and all(turn.get(role) in SHAREGPT_ROLES and isinstance(turn.get(text), str) for turn in turns):
+            if turns and all(
+                str(turn.get(role)) in SHAREGPT_ROLES and isinstance(turn.get(text), str) for turn in turns
+            ):
                 return {"conversations": key, "from": role, "value": text}
     return None
 
@@ -290,6 +320,10 @@ def _name_columns(record: Record, records: Sequence[Record]) -> str | None:
             f"a question, an answer and {fields['input']!r}, which belongs to the question. Set fields: "
             f"{{{', '.join(f'{field}: {name}' for field, name in fields.items())}}}, or let `whet init` write it"
         )
+    if chat := next((key for key, value in record.items() if begins_chat(value)), None):
+        if FORMATS["transcript"].recognise(record, {"text": chat}):
+            return f"{chat!r} holds whole chats. Set format: transcript and fields: {{text: {chat}}}"
+        return f"{chat!r} holds whole chats as text. Write them as messages: {MESSAGES_EXAMPLE}"
     prompt, completion = _find_names(record)
     if prompt and not completion:
         return f"a question ({prompt!r}) without a known answer. Set fields: {{prompt: {prompt}, completion: NAME}}"
@@ -343,17 +377,22 @@ def find_records_inside(record: Record) -> str | None:
 def _describe_preference(records: Sequence[Record], one: str, other: str) -> str:
     return (
         f"preference data ({one!r} and {other!r}). whet trains on answers, not on comparisons; to train on {one!r}, "
-        f"set {_suggest_answer(records, one)}"
+        f"{_suggest_answer(records, one)}"
     )
 
 
 def _suggest_answer(records: Sequence[Record], answer: str) -> str:
-    """Options under which every sampled record with `answer` is a question and that answer."""
+    """What to do so that every sampled record with `answer` is a question and that answer."""
     records = [record for record in records if record.get(answer)]
     for form, fields in _candidates(records[0], answer) if records else ():
         if all(_is_question_and_answer(record, form, fields) for record in records):
-            return f"format: {form} and fields: {{{', '.join(f'{field}: {name}' for field, name in fields.items())}}}"
-    return f"fields: {{prompt: NAME, completion: {answer}}}"
+            named = ", ".join(f"{field}: {name}" for field, name in fields.items())
+            return f"set format: {form} and fields: {{{named}}}"
+    for key, value in records[0].items() if records else ():
+        if isinstance(value, dict) and is_turn_list(value.get("messages"), "role"):
+            both = f"{{messages: (.{key}.messages + .{answer}), tools: .{key}.tools}}"
+            return f"write it behind its question: jq -c '(arrays[], objects) | {both}' FILE > NEW.jsonl"
+    return f"set fields: {{prompt: NAME, completion: {answer}}}"
 
 
 def _candidates(record: Record, answer: str) -> Iterator[tuple[str, dict[str, str]]]:

@@ -187,18 +187,22 @@ class LayoutFinder:
         own, met = self._markers.stop_pattern.search(tail), self._markers.stop_pattern.search(following)
         if met and following[: met.start()].split() == tail[: own.start() if own else None].split():
             return met.span()
-        shared = tail[: common_prefix_length(tail, following)]
+        after = following.lstrip()
+        respaced, shared = len(following) - len(after), tail.lstrip()
+        shared = shared[: common_prefix_length(shared, after)]
         may_prompt = self._template.ignores_prompt_flag(messages[:turn], tools)
         if may_prompt:
             answered = self._template.render_or_none([*messages, self._question], tools)
-            shared = shared if answered is None else shared[: common_prefix_length(shared, sentinels.tail(answered))]
+            if answered is not None:
+                shared = shared[: common_prefix_length(shared, sentinels.tail(answered).lstrip())]
         markers = list(self._markers.pattern.finditer(shared))
-        if "tool_calls" in messages[turn] or not messages[turn]["content"]:
+        if "tool_calls" in messages[turn] or not sentinels.has_answer(turn):
             # the marker that closes a call or reasoning does not end the turn, unless the call is inline
             ends = (self.end_of_turn_marker(tools), INLINE_CALL_TOKENS[1])
             markers = [marker for marker in markers if marker.group() in ends]
         if markers:
-            return markers[0 if may_prompt else -1].span()
+            end = markers[0 if may_prompt else -1]
+            return respaced + end.start(), respaced + end.end()
         own, met = self._markers.pattern.match(tail), self._markers.pattern.match(following)
         if own and met and own.group() != met.group() and not may_prompt:
             return 0, 0  # the template rewrites the ends of earlier turns

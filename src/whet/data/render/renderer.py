@@ -20,9 +20,9 @@ Instead, *sentinel rendering* traces each character of the output to where it ca
    Whitespace at the end of the prompt is left to the model where the tokenizer merges it with the first word of an
    answer (`whet.data.render.layout_finder`).
 3. End of the turn: render the messages up to and including it. What follows the turn there and in the whole rendering
-   has a common prefix, too. The first stop token in it, else the last marker, is the end-of-turn marker. It is
-   supervised, because the model must learn to stop; whitespace after it is not. Where the template always appends a
-   generation prompt, the first marker is taken, and one more question must leave it in place.
+   has a common prefix, too, up to whitespace before it. The first stop token in it, else the last marker, is the
+   end-of-turn marker. It is supervised, because the model must learn to stop; whitespace after it is not. Where the
+   template always appends a generation prompt, the first marker is taken, and one more question must leave it in place.
 4. Encode the rendered text once and map the spans of characters to tokens by the tokenizer's offsets. A token that
    straddles the start of an answer is supervised if it holds text of the answer, and is not if it holds whitespace
    alone.

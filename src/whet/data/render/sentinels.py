@@ -185,6 +185,11 @@ class SentinelMessages:
             len(pattern.findall(text, slot.droppable)) for slot, text in zip(self._slots, self._texts, strict=True)
         )
 
+    def has_answer(self, message: int) -> bool:
+        """Whether the content of a message is more than reasoning."""
+        contents = (slot.text for slot in self._slots if slot.message == message and slot.kind == "content")
+        return any(text[_inline_reasoning_length(text, old=True) :].strip() for text in contents)
+
     @staticmethod
     def tail(sentinel_text: str) -> str:
         """What follows the last sentinel that occurs for the first time."""
