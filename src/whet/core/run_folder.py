@@ -215,16 +215,18 @@ def _require_kinds(path: Path) -> None:
     for name in _FOLDERS:
         place = path / name
         if os.path.lexists(place) and not place.is_dir():
-            what = f"this link leads to {os.readlink(place)}, which is" if place.is_symlink() else "this is"
+            what = f"this link leads to {place.readlink()}, which is" if place.is_symlink() else "this is"
             raise WhetError(
-                f"{place}: {what} no folder, and the run has files there. Bring the folder back (is its disk mounted?), "
-                "then start again"
+                f"{place}: {what} no folder, and the run has files there. Bring it back (is its disk mounted?), then "
+                "start again"
             )
 
 
 def _require_no_folder(path: Path) -> None:
     if path.is_dir():
-        raise WhetError(f"{path}: this is a folder, and a run writes a file of this name. Move it away, then start again")
+        raise WhetError(
+            f"{path}: this is a folder, and a run writes a file of this name. Move it away, then start again"
+        )
 
 
 def move_run_aside(path: Path) -> None:
