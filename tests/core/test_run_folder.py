@@ -65,6 +65,29 @@ def test_a_path_that_is_a_file_is_refused_with_a_remedy(tmp_path: Path) -> None:
         RunFolder(tmp_path / "f" / "below")
 
 
+@pytest.mark.parametrize("name", ["status.json", "effect.json", "lock", "checkpoints/latest"])
+def test_a_folder_in_the_place_of_a_file_is_refused_before_the_run_starts(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(
+        WhetError, match=rf"{tmp_path / name}: this is a folder, and .* file of this name\. Move it away"
+    ):
+        RunFolder(tmp_path)
+    (tmp_path / name).rmdir()
+    RunFolder(tmp_path).close()
+
+
+def test_a_link_to_checkpoints_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "scratch")
+    with pytest.raises(
+        WhetError, match=rf"checkpoints: this link leads to {tmp_path}/scratch, .*is its disk mounted\?"
+    ):
+        RunFolder(tmp_path)
+    (tmp_path / "scratch").mkdir()
+    RunFolder(tmp_path).close()
+
+
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(self: Path, *_: object, **__: object) -> None:
         raise PermissionError(13, "no", str(self))

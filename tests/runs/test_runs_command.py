@@ -155,6 +155,16 @@ def test_logs_by_rank_and_of_jobs(whet: Any, home: Path) -> None:
     assert whet("runs", "logs", "a", "--follow", "--json").code == 2
 
 
+def test_folders_in_the_place_of_files_are_named(whet: Any, home: Path) -> None:
+    run = make_run(home / "runs/a")
+    (run / "logs" / "rank-0.log").mkdir(parents=True)
+    assert "it has no log" in whet("runs", "logs", "a").err
+    (run / "lock").mkdir()
+    for command in (("runs", "delete", "a", "--yes"), ("runs", "rename", "a", "b")):
+        assert "runs/a/lock: this is a folder" in whet(*command).err
+    assert run.is_dir()
+
+
 def test_a_log_is_followed_to_the_end_of_the_run(tmp_path: Path) -> None:
     log, active = tmp_path / "logs/rank-0.log", threading.Event()
     log.parent.mkdir()

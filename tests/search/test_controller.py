@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from curves import BEST_RATE, CurvePlace, planted_loss
 pytest.importorskip("optuna")
 
 from whet.config import read_config
-from whet.core.errors import ExitCode, WhetError
+from whet.core.errors import ExitCode, RunFailedError, WhetError
 from whet.search.results import collect_results, write_results
 from whet.search.search import open_search_folder, plan_search, preview, run_search
 from whet.search.trials import TrialEnd
@@ -280,6 +281,124 @@ def test_half_a_line_and_a_lock_of_a_killed_process_do_not_stop_a_search(make_pl
     journal.with_name("journal.log.lock").symlink_to(journal)
     result = run(plan, CurvePlace(), resume=True)
     assert len(result.trials) == 2
+
+
+class MeddlingPlace(CurvePlace):
+    """Calls a function before a start, the fourth by default."""
+
+    def __init__(self, meddle, after=3):
+        super().__init__()
+        self._meddle, self._after = meddle, after
+
+    def start(self, trial):
+        if len(self.starts) == self._after:
+            self._meddle()
+        super().start(trial)
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_a_journal_that_is_deleted_or_replaced_meanwhile_is_put_back(make_plan, tmp_path, capsys, how):
+    expected = run(make_plan("search.max_trials=4", f"run.dir={tmp_path / 'whole'}"), CurvePlace())
+    plan = make_plan("search.max_trials=4")
+    journal = plan.folder / "journal.log"
+
+    def meddle():
+        journal.unlink()
+        if how == "replaced":
+            journal.write_text("edited\n")
+
+    found = run(plan, MeddlingPlace(meddle))
+    assert f"{journal}: {how}" in capsys.readouterr().err
+    again = run(plan, CurvePlace(), resume=True)
+    for result in (found, again):
+        assert [(each.number, each.state, each.rungs) for each in result.trials] == [
+            (each.number, each.state, each.rungs) for each in expected.trials
+        ]
+    if how == "replaced":
+        assert (plan.folder / "journal.1.log").read_text() == "edited\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda old: b"", r"journal.log: damaged \(it was shortened while"),
+        (lambda old: old + b"{\n", r"journal.log: damaged \(line \d+ cannot be read\), .* from a copy"),
+    ],
+    ids=["shortened", "a line that is no JSON"],
+)
+def test_a_journal_that_is_damaged_meanwhile_ends_the_search_at_once(make_plan, content, message):
+    plan = make_plan("search.max_trials=4")
+    journal = plan.folder / "journal.log"
+    place = MeddlingPlace(lambda: journal.write_bytes(content(journal.read_bytes())))
+    with pytest.raises(WhetError, match=message):
+        run(plan, place)
+    assert len(place.starts) == 4
+    with pytest.raises(WhetError, match=r"journal.log: .*so the trials of this search are unknown"):
+        run(plan, CurvePlace(), resume=True)
+
+
+def test_a_search_whose_folder_is_moved_ends_and_goes_on_there(make_plan, tmp_path):
+    plan, moved = make_plan("search.max_trials=4"), tmp_path / "moved"
+    with pytest.raises(WhetError, match=r"search's folder was deleted or moved .*run\.dir=FOLDER with --resume"):
+        run(plan, MeddlingPlace(lambda: plan.folder.rename(moved)))
+    result = run(make_plan("search.max_trials=4", f"run.dir={moved}"), CurvePlace(), resume=True)
+    assert len(result.trials) == 4
+    assert all(trial.tokens == 100 * max(trial.rungs) for trial in result.trials)
+    assert Path(result.best.folder).parent == moved
+
+
+def test_a_search_without_its_id_continues_its_trials_and_a_damaged_one_is_named(make_plan):
+    plan = make_plan("search.max_trials=4", "search.method=random")
+    with pytest.raises(MemoryError):
+        run(plan, CurvePlace(dies_at=4))
+    (plan.folder / "search.id").write_bytes(b"\xff")
+    with pytest.raises(WhetError, match=r"search.id: not a text file"):
+        run(plan, CurvePlace(), resume=True)
+    (plan.folder / "search.id").unlink()
+    result = run(plan, CurvePlace(), resume=True)
+    assert {trial.state for trial in result.trials} == {"complete"}
+
+
+def test_a_search_goes_on_with_a_recipe_of_another_name(make_plan, tmp_path, recipe):
+    settings = ("search.method=random", "search.max_trials=2", f"run.dir={tmp_path / 'search'}", "train.steps=64")
+    copy = tmp_path / "other.yaml"
+    copy.write_text(Path(recipe).read_text())
+    run(plan_search(Path(recipe), [*RANGES, *settings]), CurvePlace())
+    place = CurvePlace()
+    assert len(run(plan_search(copy, [*RANGES, *settings]), place, resume=True).trials) == 2
+    assert place.starts == []
+
+
+def test_what_cannot_be_written_or_read_in_its_folder_is_named(make_plan):
+    plan = make_plan("search.max_trials=2", "search.method=random")
+    (plan.folder / "recipes").parent.mkdir()
+    (plan.folder / "recipes").touch()
+    with pytest.raises(WhetError, match=r"search/recipes: cannot be used \(File exists\)\. Move what is there away"):
+        run(plan, CurvePlace())
+    (plan.folder / "recipes").unlink()
+    result = run(plan, CurvePlace(), resume=True)
+    metrics = Path(result.best.folder) / "metrics.jsonl"
+    metrics.write_text('{"step": 64, "loss": 1, "tokens": "many"}\n')
+    assert run(plan, CurvePlace(), resume=True).best.tokens == 0
+
+
+def test_a_database_that_fails_meanwhile_ends_the_search_which_can_be_resumed(make_plan, tmp_path):
+    file = tmp_path / "search.db"
+    plan = make_plan("search.max_trials=2", "search.method=random", f"search.storage=sqlite:///{file}?timeout=0")
+    blocker = sqlite3.connect(file)
+    with pytest.raises(RunFailedError, match=r"search.storage: sqlite.*database is locked\)\. .*--resume"):
+        run(plan, MeddlingPlace(lambda: blocker.execute("BEGIN EXCLUSIVE"), after=1))
+    blocker.close()
+    assert len(run(plan, CurvePlace(), resume=True).trials) == 2
+    file.unlink()
+    with pytest.raises(WhetError, match=r"it has no study named tiny, .*run.name=NAME"):
+        run(plan, CurvePlace(), resume=True)
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///"])
+def test_a_database_in_memory_is_refused(make_plan, url):
+    with pytest.raises(WhetError, match=r"in memory, so the search could not be resumed"):
+        run(make_plan(f"search.storage={url}"), CurvePlace())
 
 
 def test_a_database_that_cannot_be_opened_is_named(make_plan):

@@ -49,6 +49,13 @@ CHECK_FILE = "check.json"
 SUPERVISOR_VARIABLE = "WHET_LAUNCH_PID"
 """Environment variable with the identity of the `whet launch` that restarts this process."""
 
+_FILES = (
+    "config.yaml", "status.json", VARIABLES_FILE, "ledger.json", "ledger.jsonl", "plan.json", "effect.json",
+    "checkpoints/latest", "checkpoints/best", "report.html",
+)  # fmt: skip
+_FOLDERS = ("checkpoints", "logs", "plan")
+"""What a run writes, some of it at its end alone."""
+
 _HEARTBEAT_INTERVAL_S = 5.0
 
 
@@ -63,6 +70,8 @@ class RunFolder:
         self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
+            if self.holds_run():
+                _require_kinds(path)
             self._lock = FolderLock(path)
             self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # while it is open, its inode is not reused
         except OSError as error:
@@ -199,6 +208,27 @@ class RunFolder:
         self._lock.release()
 
 
+def _require_kinds(path: Path) -> None:
+    """Refuse a run folder in which a folder has the name of a file that a run replaces, or a file that of a folder."""
+    for name in _FILES:
+        _require_no_folder(path / name)
+    for name in _FOLDERS:
+        place = path / name
+        if os.path.lexists(place) and not place.is_dir():
+            what = f"this link leads to {place.readlink()}, which is" if place.is_symlink() else "this is"
+            raise WhetError(
+                f"{place}: {what} no folder, and the run has files there. Bring it back (is its disk mounted?), then "
+                "start again"
+            )
+
+
+def _require_no_folder(path: Path) -> None:
+    if path.is_dir():
+        raise WhetError(
+            f"{path}: this is a folder, and a run writes a file of this name. Move it away, then start again"
+        )
+
+
 def move_run_aside(path: Path) -> None:
     """Rename the folder of an earlier run, if there is one; raises a WhetError if a process uses it."""
     if not (path / "config.yaml").exists():
@@ -299,6 +329,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "lock"
+        _require_no_folder(self._path)
         self._file = self._path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

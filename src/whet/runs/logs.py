@@ -18,7 +18,8 @@ _SHOWN_LINES = 20
 def find_log(folder: Path, rank: int | None) -> Path:
     """The log of a rank. Without one, the output of the newest Slurm job, which has all ranks and what failed before
     them; without Slurm, the log of rank 0."""
-    logs = {int(file.stem[5:]): file for file in folder.glob("logs/rank-*.log") if file.stem[5:].isdecimal()}
+    files = (file for file in folder.glob("logs/rank-*.log") if file.is_file())
+    logs = {int(file.stem[5:]): file for file in files if file.stem[5:].isdecimal()}
     if rank is not None:
         if rank not in logs:
             known = ", ".join(map(str, sorted(logs))) or "none"
@@ -29,7 +30,7 @@ def find_log(folder: Path, rank: int | None) -> Path:
         for line in read_json_lines(folder / "slurm" / "jobs.jsonl")[0]
         if line.get("script") == "then.sh"
     }
-    outputs = [file for file in folder.glob("slurm/*.out") if file.stem not in later]
+    outputs = [file for file in folder.glob("slurm/*.out") if file.stem not in later and file.is_file()]
     if outputs:
         return max(outputs, key=lambda file: file.stat().st_mtime)
     if 0 not in logs:

@@ -39,6 +39,7 @@ from whet.search.study import (
     worst_value,
 )
 from whet.search.trials import (
+    OWNER_FILE,
     LengthTable,
     Place,
     Trial,
@@ -300,7 +301,13 @@ class Controller:
             if frozen.state != TrialState.RUNNING:
                 continue
             folder, owner = (frozen.user_attrs.get(key) for key in (FOLDER, OWNER))
-            is_own = owner == self._owner or (not owner and Path(folder or ".").parent == self._folder.absolute())
+            is_here = Path(folder or ".").parent == self._folder.absolute()
+            if owner and not self._owner and is_here:
+                raise WhetError(
+                    f"{self._folder / OWNER_FILE} is gone, so it cannot be known whether trial {frozen.number} is of "
+                    "this search or of one elsewhere. Bring it back from a copy"
+                )
+            is_own = self._settings.storage is None or owner == self._owner or (not owner and is_here)
             if folder is None and (is_own or self._settings.storage is None):
                 self._handle(frozen.number).set_user_attr(UNCOUNTED, "the search was killed before it began")
                 self._study.tell(frozen.number, state=TrialState.FAIL)

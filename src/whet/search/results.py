@@ -109,7 +109,11 @@ def read_trials(folder: Path) -> list[TrialResult]:
 
 def read_trial(frozen: FrozenTrial, search: Path) -> TrialResult:
     """A trial, with what its run folder tells."""
-    folder = Path(frozen.user_attrs.get(FOLDER) or search / trial_name(frozen.number))
+    folder = search / trial_name(frozen.number)
+    if (
+        FOLDER in frozen.user_attrs and not folder.is_dir()
+    ):  # of a search elsewhere; a folder that was moved has its own
+        folder = Path(frozen.user_attrs[FOLDER])
     step, tokens = read_progress(folder)
     rungs = {rung: value for rung, value in sorted(frozen.intermediate_values.items()) if math.isfinite(value)}
     error = frozen.user_attrs.get(ERROR)

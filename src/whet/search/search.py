@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import random
+import re
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from whet.checkpoint.directory import lower_is_better
 from whet.config import Config
 from whet.core.config import read_tree
 from whet.core.errors import WhetError, os_error
-from whet.core.files import atomic_write, hash_json
+from whet.core.files import atomic_write, hash_json, read_required_text
 from whet.core.yaml import Node, dump_yaml, parse_yaml, read_yaml
 from whet.search.brackets import Bracket, expected_at_rungs, make_brackets, rung_lengths
 from whet.search.config import SearchConfig
@@ -26,7 +27,7 @@ from whet.search.local_trials import LocalPlace
 from whet.search.script import ScriptConfig, TrialConfig
 from whet.search.slurm_trials import SlurmPlace
 from whet.search.space import Space, read_space
-from whet.search.study import JOURNAL, AshaPruner, open_study
+from whet.search.study import JOURNAL, RECIPE, AshaPruner, open_study, storage_failures
 from whet.search.trials import (
     OWNER_FILE,
     LengthTable,
@@ -38,8 +39,6 @@ from whet.search.trials import (
 )
 
 _DEFAULT_TRIALS = 16
-RECIPE = "search.yaml"
-"""The recipe with its ranges, in the search's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +208,7 @@ def run_search(plan: SearchPlan, place: Place, resume: bool) -> Any:
     if not exists:
         atomic_write(plan.folder / OWNER_FILE, secrets.token_hex(8))
         atomic_write(plan.folder / RECIPE, dump_yaml(plain_recipe(plan.space.tree)))
-    owner = (plan.folder / OWNER_FILE).read_text() if (plan.folder / OWNER_FILE).exists() else ""
+    owner = _read_owner(plan.folder, plan.settings.storage is not None)
     controller = Controller(
         plan.space, plan.config, plan.settings, plan.metric, plan.brackets, study, plan.lengths, owner
     )  # fmt: skip
@@ -220,6 +219,21 @@ def run_search(plan: SearchPlan, place: Place, resume: bool) -> Any:
             (plan.folder / RECIPE).unlink()  # the corrected search may begin in this folder
         raise
     return study
+
+
+def _read_owner(folder: Path, is_shared: bool) -> str:
+    """What marks the trials of this search among those of a study that several share; empty in a search of an earlier
+    version."""
+    file = folder / OWNER_FILE
+    if not file.exists() and not is_shared:  # deleted: all trials are of this search
+        atomic_write(file, secrets.token_hex(8))
+    if not file.exists():
+        return ""
+    remedy = "It tells which trials are of this search: bring it back from a copy"
+    owner = read_required_text(file, remedy)
+    if re.fullmatch(r"[0-9a-f]{16}", owner) is None:
+        raise WhetError(f"{file}: damaged. {remedy}")
+    return owner
 
 
 # The folder of a search: search.yaml, journal.log, recipes/, logs/, one run folder a trial, and the results.
@@ -263,9 +277,14 @@ def open_search_folder(plan: SearchPlan, resume: bool) -> Iterator[None]:
         lock.write(f"{socket.gethostname()} pid {os.getpid()}\n")
         lock.flush()
         try:
-            yield
+            with storage_failures(plan.settings.storage):
+                yield
         except OSError as error:
-            raise os_error(error, "writing the search", folder) or error from None
+            place = error.filename2 or error.filename or folder
+            raise os_error(error, "writing the search", folder) or WhetError(
+                f"{place}: cannot be used ({error.strerror or error}). Move what is there away, then continue the "
+                "search with --resume"
+            ) from None
 
 
 _CHANGEABLE = ("run.dir", "run.project", "search.concurrent", "search.storage", "launch", "track")

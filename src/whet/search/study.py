@@ -13,9 +13,10 @@ import os
 import random
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import optuna
 import sqlalchemy
@@ -26,13 +27,15 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from whet.core.console import warn
 from whet.core.display import mask_secrets
-from whet.core.errors import WhetError, first_line
-from whet.core.files import hash_json
+from whet.core.errors import RunFailedError, WhetError, first_line
+from whet.core.files import atomic_write, describe_lines, hash_json, is_open_at, move_aside, read_json_lines
 from whet.search.brackets import continues
 from whet.search.space import Assignment, Parameter, Space, Value
 
-JOURNAL = "journal.log"
+RECIPE, JOURNAL = "search.yaml", "journal.log"
+"""In the search's folder: the recipe with its ranges, and Optuna's records."""
 BRACKET, CONTINUES, UNCOUNTED, ERROR = "bracket", "continues", "uncounted", "error"
 FOLDER, OWNER = "folder", "owner"
 """Attributes of a trial: the number of its bracket; the number of rungs beyond which it may continue; why it does not
@@ -87,6 +90,14 @@ def open_study(
     try:
         opened = _open_journal(folder / JOURNAL, exists) if storage is None else _open_database(storage)
         if exists:
+            known = optuna.get_all_study_names(opened)
+            name = known[0] if storage is None and known else name  # a journal has one, also if the recipe was renamed
+            if name not in known:
+                where = str(folder / JOURNAL) if storage is None else f"search.storage: {mask_secrets(storage)}"
+                raise WhetError(
+                    f"{where}: it has no study named {name}, so the trials of this search are unknown. If the search "
+                    "had another name, give it back: run.name=NAME. If its data is gone, bring it back from a copy"
+                )
             return optuna.load_study(study_name=name, storage=opened, pruner=pruner)
         study = optuna.create_study(
             study_name=name, storage=opened, direction=direction, pruner=pruner, load_if_exists=joins
@@ -106,10 +117,25 @@ def open_study(
             "--resume; or give this search another name: run.name=NAME"
         ) from None
     except Exception as error:  # of the database, its driver, or a damaged file
-        where = f"search.storage: {mask_secrets(storage)}" if storage else str(folder / JOURNAL)
+        if storage is None:
+            raise _damaged_journal(folder / JOURNAL, first_line(error)) from None
         raise WhetError(
-            f"{where}: the study {name} cannot be opened ({type(error).__name__}: {first_line(error)}). Check the URL "
-            "and that the database is reachable and its driver is installed, or bring the file back"
+            f"search.storage: {mask_secrets(storage)}: the study {name} cannot be opened ({type(error).__name__}: "
+            f"{first_line(error)}). Check the URL and that the database is reachable and its driver is installed, or "
+            "bring the file back"
+        ) from None
+
+
+@contextlib.contextmanager
+def storage_failures(storage: str | None) -> Iterator[None]:
+    """A database that fails while the search uses it: its trials save and end, and --resume continues them."""
+    try:
+        yield
+    except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        raise RunFailedError(
+            f"search.storage: {mask_secrets(storage or '')}: the database failed while the search used it "
+            f"({first_line(error.__cause__ or error)}). See that it can be reached and written, then continue with "
+            "--resume"
         ) from None
 
 
@@ -118,6 +144,11 @@ def _open_database(url: str, tries: int = 5) -> BaseStorage:
     scheme, colon, rest = url.partition("://")
     if scheme in ("postgresql", "postgres") and find_spec("psycopg") is not None:
         scheme = "postgresql+psycopg"
+    if scheme.startswith("sqlite") and rest in ("", "/"):
+        raise WhetError(
+            f"search.storage: {url}: this database is in memory, so the search could not be resumed. Name a file, such "
+            "as sqlite:////home/me/search.db"
+        )
     while True:
         try:
             return optuna.storages.get_storage(f"{scheme}{colon}{rest}")
@@ -141,7 +172,60 @@ def _open_journal(file: Path, resume: bool) -> BaseStorage:
         content = file.read_bytes()
         if not content.endswith(b"\n"):
             os.truncate(file, content.rfind(b"\n") + 1)
-    return JournalStorage(JournalFileBackend(str(file)))
+    return JournalStorage(_Journal(file))
+
+
+class _Journal(JournalFileBackend):
+    """The journal of a search, which is its memory: if someone deletes or replaces it meanwhile, as editors do when
+    they save, it is put back. One that was shortened is an error at once: what Optuna writes then would be lost."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path, self._file = path, path.open("rb")
+        self._size = 0
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        self._require_whole()
+        super().append_logs(logs)
+        self._size = self._path.stat().st_size
+
+    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
+        self._require_whole()
+        try:
+            yield from super().read_logs(log_number_from)
+        except ValueError as error:
+            raise _damaged_journal(self._path, first_line(error)) from None
+
+    def _require_whole(self) -> None:
+        if not is_open_at(self._file, self._path):
+            self._put_back()
+        if self._path.stat().st_size < self._size:
+            raise _damaged_journal(self._path, "it was shortened while the search wrote to it")
+
+    def _put_back(self) -> None:
+        if not self._path.with_name(RECIPE).exists():  # a trial may have made the folder again
+            raise WhetError(
+                f"{self._path.parent}: the search's folder was deleted or moved while the search was writing to it. If "
+                "you moved it, continue it there: run.dir=FOLDER with --resume"
+            )
+        other = move_aside(self._path).name if os.path.lexists(self._path) else None
+        self._file.seek(0)
+        atomic_write(self._path, self._file.read())
+        self._file.close()
+        self._file = self._path.open("rb")
+        happened = f"replaced by another file, which is now {other}," if other else "deleted"
+        warn(f"{self._path}: {happened} while the search was writing to it. All that it knew is in it again")
+
+
+def _damaged_journal(file: Path, reason: str) -> WhetError:
+    """For a journal that cannot be read, with the lines that are at fault."""
+    with contextlib.suppress(OSError):
+        if lines := read_json_lines(file)[1]:
+            reason = f"{describe_lines(lines)} cannot be read"
+    return WhetError(
+        f"{file}: damaged ({reason}), so the trials of this search are unknown. Bring it back from a copy, or start a "
+        "new search: run.dir=FOLDER. The runs of its trials stay as they are"
+    )
 
 
 def suggest_values(study: Study, trial: optuna.trial.Trial, space: Space, sampler: BaseSampler) -> Assignment:

@@ -178,7 +178,8 @@ def read_progress(folder: Path) -> tuple[int, int]:
     """The steps and the tokens that a run has been trained for."""
     for line in reversed(read_json_lines(folder / "metrics.jsonl")[0]):
         if "loss" in line and isinstance(line.get("step"), int):
-            return line["step"], int(line.get("tokens") or 0)
+            tokens = line.get("tokens")
+            return line["step"], tokens if isinstance(tokens, int) else 0
     return 0, 0
 
 
