@@ -41,7 +41,7 @@ class RunConfig(Section):
     notify: list[Annotated[str, Field(min_length=1)]] = Field(
         default=[],
         description="Where to send a message when the run finishes, fails or stalls: URLs receive a JSON object by "
-        "POST, shell commands receive it on stdin, with WHET_RUN, WHET_EVENT and WHET_TEXT set.",
+        "POST, shell commands on stdin, with WHET_RUN, WHET_EVENT and WHET_TEXT set.",
     )
     device: Literal["auto", "cpu", "cuda", "mps", "xpu", "npu"] = Field(
         default="auto",
@@ -49,7 +49,9 @@ class RunConfig(Section):
         "as in torch.",
     )
     price: float | None = Field(
-        default=None, gt=0, description="Price of a device hour, in any currency: costs are predicted and counted."
+        default=None,
+        gt=0,
+        description="Price of a device hour, in any currency; the cost of the run is predicted and counted.",
     )
 
     @field_validator("notify", mode="before")
@@ -77,12 +79,13 @@ class Config(Section):
     export: ExportConfig = Field(default=ExportConfig())
     track: list[Tracker] | None = Field(
         default=None,
-        description="Where metrics go besides metrics.jsonl, docs/tracking.md; default: TensorBoard, if installed.",
+        description="Where metrics go besides metrics.jsonl (docs/tracking.md); default: TensorBoard, if it is "
+        "installed.",
     )
     profile: ProfileConfig | None = Field(default=None, description="Absent: no step is profiled.")
     launch: LaunchConfig = Field(default=LaunchConfig())
     search: SearchConfig | None = Field(
-        default=None, description="How `whet search` searches the settings that are ranges; docs/search.md."
+        default=None, description="How `whet search` searches the settings that are ranges (docs/search.md)."
     )
 
     @model_validator(mode="before")
