@@ -369,7 +369,7 @@ def _require_recipe(path: Path) -> None:
     if path.is_dir():
         if (path / "config.yaml").is_file():
             raise WhetError(
-                f"{path}: this is a folder, of a run. To continue it: whet train {path}/config.yaml --resume"
+                f"{path}: this is the folder of a run. To continue it: whet train {path}/config.yaml --resume"
             )
         raise WhetError(
             f"{path}: this is a folder. Give the path of a recipe, a YAML file such as recipes/tiny.yaml; for the data "
@@ -377,7 +377,7 @@ def _require_recipe(path: Path) -> None:
         )
     shipped = Path(__file__).parent / "recipes" / path.name
     if not path.exists() and shipped.is_file():
-        raise WhetError(f"{path}: no such file. whet brings one of this name: cp {shipped} .")
+        raise WhetError(f"{path}: no such file. whet comes with a recipe of this name: cp {shipped} .")
     if not path.exists() and path.parent.is_dir():
         recipes = [file.name for file in sorted(path.parent.glob("*.y*ml"))]
         similar = difflib.get_close_matches(path.name, [*recipes, *(Path(name).stem for name in recipes)], n=1)

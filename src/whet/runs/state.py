@@ -128,8 +128,8 @@ def _without_end(
         return State("killed", f"its process on {host} is gone; `whet runs resume` continues it")
     return State(
         "unreachable",
-        f"{host} wrote last {format_age(now - last)}, and cannot be seen from here. If it is gone, `whet runs resume` "
-        "continues the run",
+        f"{host} last wrote {format_age(now - last)}, and cannot be reached from here. If it is gone, `whet runs "
+        "resume` continues the run",
     )
 
 
@@ -173,7 +173,7 @@ class Job:
     def describe(self) -> str:
         """Such as `job 12: pending (Priority)`."""
         if self.state == FORGOTTEN:
-            return f"job {self.number}: Slurm does not know it any more"
+            return f"job {self.number}: Slurm no longer knows it"
         return f"job {self.number}: {self.state.lower()}" + (f" ({self.reason})" if self.reason else "")
 
 

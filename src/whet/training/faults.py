@@ -155,7 +155,7 @@ def fault_message(event: dict[str, Any]) -> str:
         "stop": "This step did not change the weights",
         "skip": "The step is skipped",
         "rollback": "The run returns to its newest checkpoint and skips the steps since",
-        "take": "The step is taken nevertheless",
+        "take": "The step is taken anyway",
     }
     parts.append(became[event["action"]])
     state = "" if event["action"] == "stop" else " (with the newest checkpoint before it)"
