@@ -101,7 +101,7 @@ def test_a_machine_that_cannot_be_seen(
     found = summarize_run_folder(tmp_path / "run")
     assert found.state.name == expected
     if expected == "unreachable":
-        assert "elsewhere wrote last" in found.state.note
+        assert "elsewhere last wrote" in found.state.note
 
 
 @pytest.mark.parametrize(
