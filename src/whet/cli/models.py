@@ -186,7 +186,7 @@ def note(
 @cli_command
 def remove(
     reference: Annotated[
-        str, typer.Argument(metavar="NAME[@WHICH]", help="A version, an alias, or a whole model by its name alone.")
+        str, typer.Argument(metavar="NAME[@WHICH]", help="A version, an alias or, given only its name, a whole model.")
     ],
     yes: YesOption = False,
     quiet: QuietOption = False,

@@ -168,7 +168,7 @@ class LaunchConfig(Section):
     )
     env: dict[str, str] | list[str] = Field(
         default={},
-        description="Environment variables for the processes: a mapping of names to values, or names alone, which must "
+        description="Environment variables for the processes: a mapping of names to values, or only names, which must "
         "be set. The run folder keeps the names, never the values.",
     )
 

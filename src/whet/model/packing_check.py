@@ -218,8 +218,8 @@ def _check_backward(root: LossModel, vocabulary: int) -> None:
 def _broken_code(model: nn.Module, error: Exception) -> WhetError:
     return WhetError(
         f"model.path: {type(model).__name__} cannot be trained: its code fails on a conversation "
-        f"({describe_error(error)}). Use another model; with an adapter, try adapter.targets that name the attention "
-        "layers alone"
+        f"({describe_error(error)}). Use another model; with an adapter, try adapter.targets that name only the "
+        "attention layers"
     )
 
 

@@ -263,7 +263,7 @@ def include(draft: Draft, key: str) -> None:
         name = draft.text(key) or ""
         path = find_file(name, draft.file.parent)
         if path is None:
-            draft.note("decide", key, f"{name} was not found beside {draft.file.name}. Import it onto the result: whet "
+            draft.note("decide", key, f"{name} was not found next to {draft.file.name}. Import it onto the result: whet "
                        "import config deepspeed FILE --onto RECIPE")  # fmt: skip
             return
         tree = read_tree(path)

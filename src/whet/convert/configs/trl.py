@@ -38,7 +38,7 @@ def put_mask(draft: Draft) -> None:
         draft.put("data.train_on", "assistant", "assistant_only_loss")
         draft.use("completion_only_loss")
     elif draft.has("completion_only_loss") and draft.flag("completion_only_loss"):
-        draft.put("data.train_on", "last", "completion_only_loss", why="the completion alone")
+        draft.put("data.train_on", "last", "completion_only_loss", why="only the completion")
         draft.use("assistant_only_loss")
     elif draft.has("completion_only_loss"):
         draft.put("data.train_on", "all", "completion_only_loss")
