@@ -41,7 +41,7 @@ class RunConfig(Section):
     notify: list[Annotated[str, Field(min_length=1)]] = Field(
         default=[],
         description="Where to send a message when the run finishes, fails or stalls: URLs receive a JSON object by "
-        "POST, shell commands receive it on stdin, with WHET_RUN, WHET_EVENT and WHET_TEXT set.",
+        "POST, shell commands on stdin, with WHET_RUN, WHET_EVENT and WHET_TEXT set.",
     )
     device: Literal["auto", "cpu", "cuda", "mps", "xpu", "npu"] = Field(
         default="auto",
@@ -49,7 +49,9 @@ class RunConfig(Section):
         "as in torch.",
     )
     price: float | None = Field(
-        default=None, gt=0, description="Price of a device hour, in any currency: costs are predicted and counted."
+        default=None,
+        gt=0,
+        description="Price of a device hour, in any currency; the cost of the run is predicted and counted.",
     )
 
     @field_validator("notify", mode="before")
@@ -77,12 +79,13 @@ class Config(Section):
     export: ExportConfig = Field(default=ExportConfig())
     track: list[Tracker] | None = Field(
         default=None,
-        description="Where metrics go besides metrics.jsonl, docs/tracking.md; default: TensorBoard, if installed.",
+        description="Where metrics go besides metrics.jsonl (docs/tracking.md); default: TensorBoard, if it is "
+        "installed.",
     )
     profile: ProfileConfig | None = Field(default=None, description="Absent: no step is profiled.")
     launch: LaunchConfig = Field(default=LaunchConfig())
     search: SearchConfig | None = Field(
-        default=None, description="How `whet search` searches the settings that are ranges; docs/search.md."
+        default=None, description="How `whet search` searches the settings that are ranges (docs/search.md)."
     )
 
     @model_validator(mode="before")
@@ -366,7 +369,7 @@ def _require_recipe(path: Path) -> None:
     if path.is_dir():
         if (path / "config.yaml").is_file():
             raise WhetError(
-                f"{path}: this is a folder, of a run. To continue it: whet train {path}/config.yaml --resume"
+                f"{path}: this is the folder of a run. To continue it: whet train {path}/config.yaml --resume"
             )
         raise WhetError(
             f"{path}: this is a folder. Give the path of a recipe, a YAML file such as recipes/tiny.yaml; for the data "
@@ -374,7 +377,7 @@ def _require_recipe(path: Path) -> None:
         )
     shipped = Path(__file__).parent / "recipes" / path.name
     if not path.exists() and shipped.is_file():
-        raise WhetError(f"{path}: no such file. whet brings one of this name: cp {shipped} .")
+        raise WhetError(f"{path}: no such file. whet comes with a recipe of this name: cp {shipped} .")
     if not path.exists() and path.parent.is_dir():
         recipes = [file.name for file in sorted(path.parent.glob("*.y*ml"))]
         similar = difflib.get_close_matches(path.name, [*recipes, *(Path(name).stem for name in recipes)], n=1)

@@ -56,7 +56,7 @@ def test_trl_gets_the_settings_of_the_recipe(tmp_path: Path) -> None:
         ("train.schedule.name=wsd", "train.schedule.name: wsd"),
         ("train.precision=fp8", "train.precision: fp8"),
         ("train.optimizer.name=muon", "the optimizer adamw"),
-        ("data.sources=[{path: builtin:orders, epochs: 2}]", "builtin:orders: TRL mixes no sources"),
+        ("data.sources=[{path: builtin:orders, epochs: 2}]", "builtin:orders: TRL cannot mix sources"),
     ],
 )
 def test_what_trl_cannot_do_is_refused(tmp_path: Path, override: str, reason: str) -> None:

@@ -117,7 +117,7 @@ def test_a_folder_that_holds_other_files(refused: Refused, tmp_path: Path) -> No
     folder.mkdir()
     (folder / "thesis.tex").write_text("x")
     error = refused(folder=folder)
-    assert f"run.dir: {folder} holds files that are not of a run (thesis.tex)" in error
+    assert f"run.dir: {folder} holds files that do not belong to a run (thesis.tex)" in error
 
 
 def test_a_run_folder_that_is_a_file(whet: Any, recipe: str, tmp_path: Path) -> None:

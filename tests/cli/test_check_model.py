@@ -220,7 +220,9 @@ def test_ids_that_differ_from_transformers(check: Any, write: Any, monkeypatch: 
     check().passed()
     monkeypatch.setattr(TemplateText, "reference_ids", lambda *_: [1, 2, 3])
     found = check()
-    found.fault("ids", "40 of 40 conversations have other ids than transformers gives", f"first {file}:1", "Delete")
+    found.fault(
+        "ids", "40 of 40 conversations have ids that differ from those of transformers", f"first {file}:1", "Delete"
+    )
     found.texts("store", "ok")
 
 

@@ -110,7 +110,7 @@ def test_a_folder_with_other_files_is_refused_and_some_are_named(tmp_path: Path)
     folder.require_empty()
     for name in "dcba":
         (tmp_path / name).touch()
-    with pytest.raises(WhetError, match=r"not of a run \(a, b, c\)\. .*run\.dir=FOLDER"):
+    with pytest.raises(WhetError, match=r"not belong to a run \(a, b, c\)\. .*run\.dir=FOLDER"):
         folder.require_empty()
     folder.close()
 
@@ -231,7 +231,7 @@ def test_files_with_the_names_of_a_runs_files_are_not_deleted(tmp_path: Path, na
     (tmp_path / name).mkdir()
     (tmp_path / name / "precious.pt").touch()
     folder = RunFolder(tmp_path)
-    with pytest.raises(WhetError, match=rf"not of a run \({name}\)"):
+    with pytest.raises(WhetError, match=rf"not belong to a run \({name}\)"):
         folder.require_empty()
     folder.abandon()
     assert (tmp_path / name / "precious.pt").exists()
@@ -374,7 +374,7 @@ def test_what_a_start_left_that_was_killed_before_its_config_is_no_other_file(tm
     folder.close()
     (tmp_path / "checkpoints" / "mine").touch()
     folder = RunFolder(tmp_path)
-    with pytest.raises(WhetError, match=r"not of a run \(checkpoints\)"):
+    with pytest.raises(WhetError, match=r"not belong to a run \(checkpoints\)"):
         folder.require_empty()
     folder.close()
 

@@ -82,7 +82,7 @@ def test_a_template_that_compiles_without_end_is_ended() -> None:
 
 def test_a_text_made_of_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "_MAX_SECONDS", 5)  # it is its size that is refused
-    with pytest.raises(WhetError, match=r"9,000,000 characters of a conversation that has few"):
+    with pytest.raises(WhetError, match=r"it turns a short conversation into 9,000,000 characters"):
         ChatTemplate("{{ 'a' * 9000000 }}", {}).render(TALK)
     long = [{"role": "user", "content": "a" * 9_000_000}]
     assert len(ChatTemplate("{{ messages[0].content * 2 }}", {}).render(long)) == 18_000_000

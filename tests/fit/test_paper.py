@@ -42,8 +42,8 @@ def test_hardware_is_nodes_times_devices_times_card() -> None:
         ("1.5x8xH200", "NODESxDEVICESxCARD"),
         ("0x8xH200", "0 nodes. Give at least 1"),
         ("2x0xH200", "0 devices. Give at least 1"),
-        ("1x8xH20", "no card that whet knows. Known cards: H200"),
-        ("1x8xx", "no card that whet knows"),
+        ("1x8xH20", "whet does not know the card 'H20'. Known cards: H200"),
+        ("1x8xx", "whet does not know the card 'x'"),
         ("999999999x8xH200", "more than 1,000,000 devices"),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused() -> None:
 
 
 def test_a_precision_that_the_card_lacks_is_refused() -> None:
-    with pytest.raises(WhetError, match=r"train\.precision: fp8: whet has no rate of it for MI250X"):
+    with pytest.raises(WhetError, match=r"train\.precision: fp8: whet has no speed for it on MI250X"):
         estimate(recipe(train={"precision": "fp8"}), parse_hardware("1x8xMI250X"))
 
 

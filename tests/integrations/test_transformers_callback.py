@@ -172,7 +172,7 @@ def test_a_deleted_folder_ends_the_record_and_not_the_training(
     trainer = make_trainer(folder, WhetCallback(folder), At(2, lambda: shutil.rmtree(folder)))
     trainer.train()
     assert trainer.state.global_step == 3
-    assert "Training goes on without a record" in capfd.readouterr().err
+    assert "Training goes on, but nothing is recorded" in capfd.readouterr().err
     assert not folder.exists()
 
 
@@ -184,7 +184,7 @@ def test_a_folder_in_use_and_one_with_other_files_are_refused(tmp_path: Path) ->
     owner.close()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
-    with pytest.raises(WhetError, match="holds files that are not of a run"):
+    with pytest.raises(WhetError, match="holds files that do not belong to a run"):
         make_trainer(tmp_path / "mine", WhetCallback(tmp_path / "mine")).train()
     assert [file.name for file in (tmp_path / "mine").iterdir() if file.name != "lock"] == ["thesis.txt"]
 

@@ -73,7 +73,7 @@ def options_of(script: str) -> list[str]:
         (["--on", "slurm", "--", "python", "-c", "\udcff"], 1, "not valid UTF-8"),
         (["--", "./my_trainer.py.orig"], 1, "chmod +x ./my_trainer.py.orig"),
         (["--on", "slurm", "--chain", "2", "--", "eval", "x"], 2, "--chain and --then are for runs"),
-        (["--on", "slurm", "train.steps=1", "--", "eval", "x"], 2, "before -- only launch.…=VALUE may stand"),
+        (["--on", "slurm", "train.steps=1", "--", "eval", "x"], 2, "only launch.…=VALUE may be given before --"),
         (["--on", "slurm", "launch.slurm.tim=1", "--", "eval", "x"], 1, "launch.slurm.time"),
         (["--interactive", "--", "eval", "x"], 1, "--interactive needs a terminal"),
         (["--interactive", "--", "prepare", "RECIPE", "--shard", "auto"], 2, "remove --interactive"),

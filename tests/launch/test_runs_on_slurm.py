@@ -97,7 +97,7 @@ def test_where_slurm_does_not_answer_the_files_are_shown(
     assert query_jobs([]) == {}
     assert query_jobs([987654]) == {}  # a single number that Slurm does not know is an error of squeue
     (tmp_path / "runs/a/slurm/jobs.jsonl").write_text('{"job": 987654, "script": "job.sh"}\n')
-    assert "Slurm does not know it any more" in summarize_run_folder(tmp_path / "runs/a").state.note
+    assert "Slurm no longer knows it" in summarize_run_folder(tmp_path / "runs/a").state.note
 
 
 # Real runs.

@@ -66,7 +66,7 @@ def test_limits_that_leave_too_little_time_to_save_are_named(make: Make) -> None
     config = make("launch.slurm.time=60")
     assert save_problems(config, None, 30) == save_problems(config, SaveTime(20, is_measured=True), 30) == []
     [kill_wait] = save_problems(config, SaveTime(31, is_measured=True), 30)
-    assert "31 s (as the last ones of this run did), and a job that is cancelled or preempted has 30 s" in kill_wait
+    assert "31 s (like the last ones of this run), and a job that is cancelled or preempted has 30 s" in kill_wait
     warning, _ = save_problems(config, SaveTime(250, is_measured=True), 30)
     assert "Slurm warns 300 s before the time limit" in warning
     assert warning.endswith("Set launch.slurm.warning=540")

@@ -38,7 +38,7 @@ UNPACKED = {
     "stablelm": "its code fails on packed conversations",  # keyword arguments do not reach its attention
     "jetmoe": "its code fails on packed conversations",
     "llama4_text": "chunks of 8192 tokens",
-    "bart": "other logits than each alone",  # takes no positions
+    "bart": "different logits from each alone",  # takes no positions
 }
 """`model_type` of models that cannot be trained on packed documents, and why."""
 
@@ -155,11 +155,11 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     ),
     "a bias that the config denies": (
         lambda folder: edit_weights(folder, **{f"{_LAYER}bias": torch.ones(64)}),
-        r"layers have no such weights as are in the files \(model\.layers\.0\.self_attn\.q_proj\.bias\)",
+        r"some layers lack weights that the files contain \(model\.layers\.0\.self_attn\.q_proj\.bias\)",
     ),
     "a classifier": (
         lambda folder: edit_config(folder, architectures=["LlamaForSequenceClassification"]),
-        "LlamaForSequenceClassification, which predicts no next token",
+        "LlamaForSequenceClassification, which does not predict the next token",
     ),
     "an encoder-decoder": (
         lambda folder: edit_config(
@@ -173,7 +173,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     ),
     "an adapter beside the model": (
         lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
-        r"an adapter beside its weights.*Remove adapter_config\.json",
+        r"an adapter next to its weights.*Remove adapter_config\.json",
     ),
     "GPTQ": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4}),
@@ -209,9 +209,8 @@ def test_a_folder_that_would_become_another_model_is_an_error(folder: Path, dama
 def test_weights_that_the_model_has_no_place_for_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit_config(folder, num_hidden_layers=1)
     load_model(ModelConfig(path=str(folder)), "auto")
-    assert (
-        "9 weights of the files are not part of LlamaForCausalLM by config.json and are left" in capsys.readouterr().err
-    )
+    printed = capsys.readouterr().err
+    assert "9 weights in the files are not part of LlamaForCausalLM according to config.json, and are left" in printed
 
 
 def test_a_stop_token_that_is_no_number_is_an_error(folder: Path) -> None:

@@ -75,7 +75,7 @@ def test_without_an_intact_checkpoint_nothing_is_deleted(whet: Any, recipe: str,
         ended = whet("train", recipe, FULL, f"run.dir={interrupted}", "--resume")
         assert ended.code == 1
         assert "step-000008" in ended.err
-        assert "There is no other complete one" in ended.err
+        assert "There is no other complete checkpoint" in ended.err
     assert (interrupted / "metrics.jsonl").read_bytes() == metrics
     shutil.rmtree(interrupted / "checkpoints")
     assert whet("train", recipe, FULL, f"run.dir={interrupted}", "--resume").code == 0

@@ -186,7 +186,7 @@ def test_files_of_others_are_not_replaced(whet: Any, lora_run: Path, tmp_path: P
     (folder / "letter.txt").write_text("dear")
     ended = whet("export", lora_run, "--out", folder)
     assert ended.code == 1
-    assert "would replace files that are not of an export (letter.txt)" in ended.err
+    assert "would replace files that do not belong to an export (letter.txt)" in ended.err
     assert (folder / "letter.txt").read_text() == "dear"
     if is_export:
         (folder / "letter.txt").unlink()

@@ -173,7 +173,7 @@ def test_data_that_fills_no_such_step_gets_no_larger_batch(recipe: str, data: Ru
     config = config_of(recipe, "train.batch={rows: 500}", "train.steps=null", "train.epochs=1", "launch.processes=200")
     message = find_shortage(config, data, make_plan(config, data), 1, 200, unpacked=False)
     assert message is not None
-    assert "a step has 500 rows, of which the data fills " in message
+    assert "a step has 500 rows, but the data fills only " in message
     assert [key for [key] in proposals(message)] == [f"launch.processes={typical_rows(make_plan(config, data))}"]
 
 

@@ -58,7 +58,8 @@ def test_two_learning_rates(whet: Any, shared_run: Callable[..., Path], run: Pat
     early = compared(whet, f"{low}@6", f"{low}@best")
     assert early["paired"][0]["steps"] == [12, 6]
     assert early["paired"][0]["difference"] < 0
-    assert "not evaluated then. Use one of 0, 6, 12, best, latest" in whet("runs", "compare", f"{low}@7", low).err
+    refused = whet("runs", "compare", f"{low}@7", low).err
+    assert "not evaluated at that step. Use one of 0, 6, 12, best, latest" in refused
     assert sorted(read_validation_losses(low)) == [0, 6, 12]
 
 
@@ -83,7 +84,7 @@ def test_what_cannot_be_paired_is_named_and_the_rest_compared(whet: Any, tmp_pat
     add_losses(other, 10, np.ones(4), seed=2)
     result = compared(whet, one, other, none)
     assert "no validation conversation in common" in result["paired"][0]["problem"]
-    assert "it has not been evaluated since" in result["paired"][1]["problem"]
+    assert "it has not been evaluated, or only by a version" in result["paired"][1]["problem"]
     assert result["metrics"]["val_loss"] == [4.1, 4.1, 4.1]
     (other / "validation.npy").write_bytes(b"\x93NUMPY damaged")
     assert "validation.npy: cannot be read" in compared(whet, one, other)["paired"][0]["problem"]

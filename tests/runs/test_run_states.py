@@ -102,7 +102,7 @@ def test_a_machine_that_cannot_be_seen(
     found = summarize_run_folder(tmp_path / "run")
     assert found.state.name == expected
     if expected == "unreachable":
-        assert "elsewhere wrote last" in found.state.note
+        assert "elsewhere last wrote" in found.state.note
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_job_that_slurm_has_forgotten_is_over_once_the_run_is_silent(tmp_path:
     job = Job(12, FORGOTTEN, "", "", "")
     assert derive_state(status, read_owner(tmp_path), tmp_path, job, 120, now).name == "running"  # of another cluster
     over = derive_state(status, read_owner(tmp_path), tmp_path, job, 1, now)
-    assert (over.name, "job 12: Slurm does not know it any more" in over.note) == ("killed", True)
+    assert (over.name, "job 12: Slurm no longer knows it" in over.note) == ("killed", True)
 
 
 def test_a_job_that_takes_over_is_starting(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_half_a_run_another_version_and_damage_are_named(tmp_path: Path) -> None
     assert list(found) == ["broken", "half", "newer", "pipe"]
     assert "config.yaml: this is not a file" in found["pipe"].problems[0]
     assert found["half"].state.name == "finished"
-    assert "half a run" in found["half"].problems[0]
+    assert "this run is incomplete" in found["half"].problems[0]
     assert found["newer"].state.name == "unreadable"
     assert "pip install --upgrade whet" in found["newer"].problems[0]
     assert found["broken"].state.name == "unknown"

@@ -91,7 +91,7 @@ def test_a_run_is_found_by_name_beginning_and_path(whet: Any, home: Path) -> Non
     assert "Did you mean first?" in whet("runs", "show", "frist").err
     ended = whet("runs", "stop", "s")
     assert ended.code == 1
-    assert "2 runs have a name that begins so (runs/second, runs/sweep/trial-1)" in ended.err
+    assert "2 runs have a name that begins with this (runs/second, runs/sweep/trial-1)" in ended.err
     (home / "runs" / "loop").symlink_to(home)
     assert len(result(whet("runs", "--json"))["runs"]) == 3
     (home / "empty").mkdir()
@@ -278,7 +278,7 @@ def test_resume_refuses_what_runs_and_half_a_run(whet: Any, home: Path, trainer:
     assert "running already" in whet("runs", "resume", "a").err
     half = make_run(home / "runs/b")
     (half / "config.yaml").unlink()
-    assert "half a run: it has no config.yaml" in whet("runs", "resume", "b").err
+    assert "an incomplete run: it has no config.yaml" in whet("runs", "resume", "b").err
     newer = make_run(home / "runs/c", format=99)
     assert "pip install --upgrade whet" in whet("runs", "resume", "c").err
     assert read_owner(newer) is None

@@ -269,7 +269,7 @@ def test_a_folder_with_something_else_or_another_search_is_refused(make_plan):
     with pytest.raises(WhetError, match=r"journal.log is gone"):
         run(plan, CurvePlace(), resume=True)
     (plan.folder / "search.yaml").unlink()
-    with pytest.raises(WhetError, match="holds files that are not of a search"):
+    with pytest.raises(WhetError, match="holds files that do not belong to a search"):
         run(plan, CurvePlace())
 
 

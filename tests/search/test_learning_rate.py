@@ -203,7 +203,7 @@ def test_only_the_learning_rate_may_be_a_range(whet: Any, recipe: str, tmp_path:
     file.write_text(file.read_text().replace("0.1", "{search: float, low: 0.0, high: 0.1}"))
     ended = whet("search", file, "--lr")
     assert ended.code == 1
-    assert "train.optimizer.weight_decay: --lr searches the learning rate alone" in ended.err
+    assert "train.optimizer.weight_decay: --lr searches only the learning rate" in ended.err
     short = whet("search", recipe, "--lr", f"run.dir={tmp_path / 'short'}")
     assert short.code == 1
     assert "the run has 12 steps, too few for --lr" in short.err

@@ -36,9 +36,9 @@ _STAGES = ("start", "data", "model", "worst batch", "first validation", "first s
 _STARTUP_STAGES = {"import_s": "start", "prepare_s": "data", "load_s": "model", "fit_s": "worst batch",
                    "measure_s": "first validation", "step_s": "first step"}  # fmt: skip
 STAGE_NOTES = (
-    "start: until everything is imported; of whet, the recipe is read, too.",
-    "data: conversations are read and tokenized. whet loads the model meanwhile.",
-    "model: weights are read, and what is built around them.",
+    "start: until everything is imported; whet also reads the recipe.",
+    "data: conversations are read and tokenized; whet loads the model at the same time.",
+    "model: weights are read, and the model is built.",
     "worst batch: whet measures the memory of the largest batch before the first step.",
     "first step: compiling included. training: the other steps, with the checkpoints saved meanwhile.",
     "export: the model's folder is written; whet also loads it back and compares it with the trained model. exit: the "
@@ -224,14 +224,20 @@ def require_translatable(config: Config) -> None:
             raise WhetError(f"{key}: {value}: TRL's script has no such setting, so the runs would differ. Remove it")
     schedule, batch = config.train.schedule.name, config.train.batch.conversations
     if schedule not in _SCHEDULES:
-        raise WhetError(f"train.schedule.name: {schedule}: TRL has none like it. Use one of {', '.join(_SCHEDULES)}")
+        raise WhetError(
+            f"train.schedule.name: {schedule}: TRL has no such schedule. Use one of {', '.join(_SCHEDULES)}"
+        )
     if config.train.precision in ("fp64", "fp8"):
-        raise WhetError(f"train.precision: {config.train.precision}: TRL's script has no such setting. Use another one")
+        raise WhetError(
+            f"train.precision: {config.train.precision}: TRL's script does not support this precision. Use another one"
+        )
     if batch is None or config.train.optimizer.name != "adamw":
         raise WhetError("--end-to-end compares runs with train.batch.conversations and the optimizer adamw. Set them")
     for source in (*config.data.sources, *_validation_sources(config)):
         if source.weight is not None or source.epochs is not None:
-            raise WhetError(f"data.sources: {source.path}: TRL mixes no sources by weight or epochs. Remove them")
+            raise WhetError(
+                f"data.sources: {source.path}: TRL cannot mix sources by weight or epochs. Remove these keys"
+            )
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -279,7 +285,9 @@ def _conversations(sources: Sequence[Source]) -> Iterator[Conversation]:
             if isinstance(record, Conversation):
                 yield record
             elif isinstance(record, PlainText | MarkedText | TokenizedDocument):
-                raise WhetError(f"{record.origin}: TRL's script gets conversations, and this is none. Use another file")
+                raise WhetError(
+                    f"{record.origin}: TRL's script needs conversations, and this record is not one. Use another file"
+                )
 
 
 def _trl_record(conversation: Conversation, is_pair: bool) -> dict[str, Any]:

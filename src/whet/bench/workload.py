@@ -125,8 +125,8 @@ def prepare_inputs(config: Config, settings: BenchSettings, out: Path) -> BenchI
     tokens, rows = len(data.tokenizer), shape.get_text_config().vocab_size
     if tokens > rows:
         raise WhetError(
-            f"--model {settings.model}: its vocabulary has {rows:,} tokens and the tokenizer {tokens:,}. Use a smaller "
-            "tokenizer: --tokenizer FOLDER"
+            f"--model {settings.model}: its vocabulary has {rows:,} tokens, but the tokenizer {tokens:,}. Use a "
+            "smaller tokenizer: --tokenizer FOLDER"
         )
     model = out / "model"
     model.mkdir(exist_ok=True)

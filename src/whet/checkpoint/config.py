@@ -16,13 +16,13 @@ class CheckpointConfig(Section):
     every: int | None = Field(
         default=None,
         ge=1,
-        description="Steps between checkpoints. Defaults to a tenth of the run if minutes and epochs are unset, too. A "
-        "checkpoint is always saved at the end of the run, and when it is stopped by a signal.",
+        description="Steps between checkpoints. Default: a tenth of the run, if minutes and epochs are unset too. A "
+        "checkpoint is always saved at the end of the run, and when a signal stops the run.",
     )
     minutes: float | None = Field(
-        default=None, gt=0, description="Also save when the last save is this many minutes ago."
+        default=None, gt=0, description="Also save if the last save was this many minutes ago."
     )
-    epochs: float | None = Field(default=None, gt=0, description="Also save every this many epochs.")
+    epochs: float | None = Field(default=None, gt=0, description="Also save each time this many epochs have passed.")
     keep_last: int = Field(default=2, ge=1, description="Number of newest checkpoints to keep.")
     keep_best: int = Field(
         default=0,
@@ -32,9 +32,9 @@ class CheckpointConfig(Section):
     keep_every: int | None = Field(default=None, ge=1, description="Keep checkpoints whose step is a multiple of this.")
     optimizer: Literal["all", "newest", "none"] = Field(
         default="all",
-        description="newest: keep the optimizer state, usually two thirds of a checkpoint, in the newest two only. The "
-        "older ones can be exported and used as model.path, but not resumed. none: save no optimizer state; a run that "
-        "is interrupted cannot be resumed.",
+        description="newest: keep the optimizer state, usually two thirds of a checkpoint, only in the newest two. "
+        "Older ones can be exported and used as model.path, but not resumed. none: save no optimizer state, so an "
+        "interrupted run cannot be resumed.",
     )
 
     @property

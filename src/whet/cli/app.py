@@ -22,10 +22,10 @@ from whet.core.signals import exit_process, keep_exit_undisturbed, terminate_wit
 
 VERBS = {
     "demo": "Fine-tune a small real model on this machine and compare it before and after.",
-    "init": "Write a recipe for your data: its format, lengths, batches, LoRA or not, each with the reason.",
+    "init": "Write a recipe for your data: format, lengths, batches, LoRA or not, each with the reason.",
     "prepare": "Turn raw data into tokens with loss masks, and account for every conversation.",
     "inspect": "Show what the model is trained on: text, tokens and ids, supervised ones in colour.",
-    "check": "Check data, chat template, masks and model before you train, or a run that has trained.",
+    "check": "Check data, chat template, masks and model before you train, or verify a run that has trained.",
     "fit": "Find the fastest settings that fit into this GPU's memory.",
     "train": "Fine-tune a model with the settings of a recipe.",
     "launch": "Train on all devices of this machine, or of several machines, with restarts after a crash.",
@@ -37,15 +37,15 @@ VERBS = {
     "serve": "Serve a model to colleagues: an OpenAI-compatible API and a chat page.",
     "export": "Export a run's model for other tools, load the export back and compare it with the trained model.",
     "merge": "Merge adapters into their base model, load the result back and compare it.",
-    "report": "Write a report: curves, scores, answers before and after, the ledger, costs; offline, on one page.",
+    "report": "Write a one-page offline report: curves, scores, answers before and after, the ledger, costs.",
     "dash": "Show runs in a browser while they train: curves, conversations behind every point, comparisons, chat.",
-    "bench": "Measure training speed and memory on this machine, also of other tools.",
+    "bench": "Measure training speed and memory on this machine, of whet and other tools.",
     "config": "List every setting with its type, default and meaning.",
-    "doctor": "Show hardware and libraries of this machine, the back-ends whet will use, and how to install what is "
+    "doctor": "Show this machine's hardware and libraries, the back-ends whet will use, and how to install what is "
     "missing.",
     "runs": "List, compare, follow, stop and resume runs.",
     "import": "Import checkpoints and configurations of other programs.",
-    "models": "Models by name, version and alias.",
+    "models": "Keep models by name, version and alias.",
 }
 """The first sentence of each verb's docstring. With it, `whet --help` imports no verb, which takes 0.07 s."""
 _MODULES = {"eval": "evaluate", "import": "import_"} | {

@@ -82,8 +82,8 @@ def bench(
         Path | None,
         typer.Option(
             metavar="RECIPE",
-            help="Compare whole runs of a recipe instead, from the command to the exported model, stage by stage; with "
-            "--peers trl also TRL's own script. Each tool runs twice: with empty caches, then again.",
+            help="Compare whole runs of a recipe instead, from the command to the exported model, stage by stage; "
+            "with --peers trl, also those of TRL's own script. Each tool runs twice: with empty caches, then again.",
         ),
     ] = None,
     rounds: Annotated[
@@ -95,7 +95,7 @@ def bench(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """Measure training speed and memory on this machine, also of other tools.
+    """Measure training speed and memory on this machine, of whet and other tools.
 
     All tools train the same architecture with random weights, on the same conversations, with the same precision and
     optimizer, each in its own process. KEY=VALUE overrides whet's recipe, such as model.compile=false. Exit code 3 if

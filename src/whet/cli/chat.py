@@ -28,7 +28,7 @@ def chat(
     ] = None,
     unconditional: Annotated[
         bool,
-        typer.Option("--unconditional", help="Generate from the BOS token alone, without prompt and chat template."),
+        typer.Option("--unconditional", help="Generate from the BOS token only, without a prompt or chat template."),
     ] = False,
     against: Annotated[
         str | None,

@@ -118,7 +118,7 @@ def confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise WhetError(f"{question} There is no terminal to ask at: add --yes")
+        raise WhetError(f"{question} There is no terminal to answer at: add --yes")
     end_start()
     if not typer.confirm(escape_controls(question), err=True):
         raise WhetError("nothing was done")

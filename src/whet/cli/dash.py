@@ -25,14 +25,14 @@ def dash(
         str, typer.Option(help="The address to listen on. One that other machines can reach needs a token: WHET_TOKEN.")
     ] = "127.0.0.1",
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Default: the first that is free from 8765 on.")
+        int | None, typer.Option(min=1, max=65535, help="Default: the first free port from 8765 on.")
     ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show runs in a browser while they train: curves, conversations behind every point, comparisons, chat.
 
-    The page works offline. Ctrl-C ends it; runs go on.
+    The page works offline. Ctrl-C ends the server; runs go on.
     """
     from whet.core.console import info, print_json, print_result
     from whet.core.files import user_path

@@ -26,8 +26,9 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="FILE|CONFIG",
-            help="Measure the loss on this file instead of the run's validation data. For a model that is no run, also "
-            "a recipe: on its validation data, or else its training data, read with its format and markers.",
+            help="Measure the loss on this file instead of the run's validation data. For a model that is not a run, "
+            "it may be a recipe: the model is measured on its validation data, or else its training data, read with "
+            "its format and markers.",
         ),
     ] = None,
     against: Annotated[

@@ -30,7 +30,7 @@ def export(
         ExportKind,
         typer.Option(
             "--to",
-            help="merged (also called hf): a plain model folder; adapter: the adapter alone; gguf: a file for "
+            help="merged (also called hf): a plain model folder; adapter: only the adapter; gguf: a file for "
             "llama.cpp; megatron, neox, nanochat: a checkpoint for Megatron-Core, GPT-NeoX or nanochat.",
         ),
     ] = ExportKind.MERGED,

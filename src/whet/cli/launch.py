@@ -109,7 +109,7 @@ def launch(
     words: list[str] | None = ctx.meta.get(_AFTER_DASHES)
     on_slurm = on is LaunchTarget.SLURM
     if on is LaunchTarget.KUBERNETES and (words or interactive or notebook or wait or until or chain > 1 or then):
-        raise UsageError("--on kubernetes takes a recipe alone: whet launch CONFIG --on kubernetes --dry-run")
+        raise UsageError("--on kubernetes takes only a recipe: whet launch CONFIG --on kubernetes --dry-run")
     if interactive or notebook:
         if on is LaunchTarget.LOCAL:
             raise UsageError("--interactive and --notebook are for Slurm: remove --on local")

@@ -64,7 +64,9 @@ def launch_verb_or_program(root: Any, words: Sequence[str], options: LaunchOptio
     if words[0] == "launch":
         raise UsageError("-- launch: whet launch cannot launch itself. Leave out the second `launch`")
     if options.on_slurm and (wrong := next((word for word in words if not is_valid_text(word)), None)) is not None:
-        raise WhetError(f"-- {wrong!a}: a script for Slurm cannot hold this word, which is not valid UTF-8")
+        raise WhetError(
+            f"-- {wrong!a}: a Slurm script cannot contain this word, which is not valid UTF-8. Rename the file"
+        )
     if words[0] in verbs:
         return _launch_verb(parse_verb(root, verbs[words[0]], words), options)
     return _launch_program(words, tuple(verbs), options)
@@ -186,7 +188,7 @@ def _launch_config(before: Sequence[str], call: VerbCall | None = None, config: 
     recipe, overrides = (Path(before[0]), before[1:]) if has_recipe else (None, before)
     for each in overrides:
         if not _is_launch_setting(each):
-            raise UsageError(f"{each}: before -- only launch.…=VALUE may stand. Settings of a verb follow it")
+            raise UsageError(f"{each}: only launch.…=VALUE may be given before --. Put the settings of a verb after it")
     if recipe is not None and read_yaml(recipe).plain().keys() <= {"launch"}:
         return load_config(LaunchSettings, recipe, overrides).launch
     if recipe is None and config is not None and call is not None:
@@ -242,11 +244,11 @@ def _run_in_terminal(job: SlurmJob, options: LaunchOptions) -> dict[str, Any]:
             print_result(shlex.join(command))
         return {"command": shlex.join(command)}
     if options.wait or options.as_json:
-        raise UsageError(
-            "--interactive waits for the end by itself, and its output is the verb's: remove --wait, --json"
-        )
+        raise UsageError("--interactive already waits for the end and prints the verb's output: remove --wait, --json")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise WhetError("--interactive needs a terminal, and stdin or stdout is none. Without it, whet submits a job")
+        raise WhetError(
+            "--interactive needs a terminal, and stdin or stdout is not one. Without --interactive, whet submits a job"
+        )
     if shutil.which("srun") is None:
         raise WhetError("--interactive: srun is not installed here. Run this on a login node of the cluster")
     sys.stderr.flush()

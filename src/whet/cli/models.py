@@ -14,7 +14,7 @@ from whet.core.errors import WhetError
 if TYPE_CHECKING:
     from whet.registry.registry import ModelVersion, Registry
 
-app = typer.Typer(name="models", help="Models by name, version and alias.")
+app = typer.Typer(name="models", help="Keep models by name, version and alias.")
 
 ReferenceArgument = Annotated[
     str,
@@ -25,7 +25,7 @@ ReferenceArgument = Annotated[
 @app.callback(invoke_without_command=True)
 @cli_command
 def models(context: typer.Context, as_json: JsonOption = False) -> dict[str, Any] | None:
-    """Models by name, version and alias; without a command, list them."""
+    """Keep models by name, version and alias; without a command, list them."""
     return _list(None, as_json) if context.invoked_subcommand is None else None
 
 
@@ -87,7 +87,9 @@ def add(
     run: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN", help="The run of an export that is outside its folder, for the lineage.", show_default=False
+            metavar="RUN",
+            help="The run that an export came from, if the export is outside its folder; recorded as lineage.",
+            show_default=False,
         ),
     ] = None,
     quiet: QuietOption = False,
@@ -162,7 +164,7 @@ def alias(
 @cli_command
 def note(
     reference: ReferenceArgument,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The note; earlier ones stay.")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The note; earlier notes stay.")],
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
@@ -185,7 +187,7 @@ def note(
 @cli_command
 def remove(
     reference: Annotated[
-        str, typer.Argument(metavar="NAME[@WHICH]", help="A version, an alias, or a whole model by its name alone.")
+        str, typer.Argument(metavar="NAME[@WHICH]", help="A version, an alias or, given only its name, a whole model.")
     ],
     yes: YesOption = False,
     quiet: QuietOption = False,

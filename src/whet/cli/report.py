@@ -19,9 +19,9 @@ def report(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """Write a report: curves, scores, answers before and after, the ledger, costs; offline, on one page.
+    """Write a one-page offline report: curves, scores, answers before and after, the ledger, costs.
 
-    It goes into the run's folder, that of several runs into the folder that holds them.
+    The report of one run goes into its folder, that of several runs into the folder that holds them.
     """
     from whet.core.console import info
     from whet.report.run_reports import write_reports

@@ -105,7 +105,7 @@ def show(run: RunArgument, as_json: JsonOption = False) -> dict[str, Any]:
 def compare(runs: RunsArgument, as_json: JsonOption = False) -> dict[str, Any]:
     """Compare runs with the first one: settings, final metrics, curves, and validation losses by conversation.
 
-    RUN@STEP and RUN@best compare another evaluation than the last one. The p-value is that of a paired permutation test
+    RUN@STEP and RUN@best compare an earlier evaluation. The p-value is that of a paired permutation test
     over the validation conversations that both runs have.
     """
     from whet.core.console import print_result, warn
@@ -213,7 +213,7 @@ def resume(
     config = next((file for file in (folder / "config.yaml", folder / "slurm" / "recipe.yaml") if file.exists()), None)
     if config is None:
         raise WhetError(
-            f"{found.folder}: half a run: it has no config.yaml. Bring it back from a copy, or delete the folder"
+            f"{found.folder}: an incomplete run: it has no config.yaml. Restore it from a copy, or delete the folder"
         )
     (folder / "stop").unlink(missing_ok=True)  # a request to the process that is gone
     settings = [*(overrides or []), f"run.dir={folder}"]

@@ -56,7 +56,7 @@ def search(
         raise UsageError("--lr prints how long its probes are before it trains them: remove --preview")
     if lr and on is SearchTarget.SLURM:
         raise UsageError(
-            "--lr has no trials for --on: give it a job of its own, whet launch --on slurm -- search CONFIG --lr"
+            "--lr has no trials for --on. Run it as a job of its own: whet launch --on slurm -- search CONFIG --lr"
         )
     if launch_env.world_size() > 1 and not lr:
         raise UsageError("whet search starts the processes of its trials by itself: start it once, without torchrun")

@@ -65,8 +65,8 @@ def import_checkpoint(
         rows = checkpoint.config.get_text_config().vocab_size
         if len(loaded) > rows:
             raise WhetError(
-                f"--tokenizer {tokenizer}: it has {len(loaded):,} tokens, but the checkpoint only {rows:,} embedding "
-                "rows. Give the tokenizer that the model was trained with"
+                f"--tokenizer {tokenizer}: it has {len(loaded):,} tokens, but the checkpoint has only {rows:,} "
+                "embedding rows. Give the tokenizer that the model was trained with"
             )
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(loaded, name) is not None:
@@ -76,7 +76,7 @@ def import_checkpoint(
         worst = max(certificate["averaged"].values())
         warn(f"{len(certificate['averaged'])} norms differed between ranks by up to {worst:.3g} and were averaged")
     if loaded is None:
-        warn("no --tokenizer given: the folder has none, so training needs model.tokenizer")
+        warn("no --tokenizer was given, so the folder has no tokenizer: set model.tokenizer to train")
     outcome = (
         f"largest logit difference {certificate['max_logit_difference']:.1e}"
         if certificate["compared"] == "logits"

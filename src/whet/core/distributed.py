@@ -131,7 +131,7 @@ def get_local_device(share_gpu: bool = False, kind: str = "auto") -> torch.devic
     if kind not in ("auto", "cpu", found):
         raise WhetError(
             f"run.device: {kind}: torch {torch.__version__} finds no such device here, only {found}. `whet doctor` "
-            f"tells why; to use what is here: run.device=auto"
+            "shows why; to use what is here: run.device=auto"
         )
     if accelerator is None or kind == "cpu":
         return torch.device("cpu")
@@ -237,7 +237,9 @@ def store_barrier(
             time.sleep(pause)
             pause = min(_MAX_POLL_S, 1.5 * pause)
     except dist.DistNetworkError:
-        raise RunFailedError("the launcher that the processes meet at has ended: see what it or rank 0 said") from None
+        raise RunFailedError(
+            "the launcher that connects the processes has ended: see its output, or that of rank 0"
+        ) from None
     PHASE.end_wait()
 
 

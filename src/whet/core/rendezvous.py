@@ -111,7 +111,7 @@ def _host(barrier: StartBarrier) -> TCPStore | None:
             try:
                 _require_run(barrier, _client(barrier))
             except dist.DistError:
-                raise _taken(barrier, "another program has it") from None
+                raise _taken(barrier, "another program uses it") from None
             return None
         raise barrier.error(
             f"{barrier.hostname} cannot listen at {barrier.place} ({first_line(error)}). Give another port, or another "
@@ -138,8 +138,8 @@ def _gather(barrier: StartBarrier, store: TCPStore) -> None:
             store.set(_BEGIN, json.dumps({"members": members, "host": barrier.hostname, "time": time.time()}))
             return
         missing = (
-            f"{len(hosts)} of {barrier.everyone} have come to {barrier.place} ({_names(hosts)}). "
-            f"Start the same command on the others, and see that they reach {barrier.place}"
+            f"{len(hosts)} of {barrier.everyone} have come to {barrier.place} ({_names(hosts)}). Start the same "
+            f"command on the others, and make sure that they can reach {barrier.place}"
         )
         barrier.hint(missing)
         if barrier.waited_s > barrier.limit_s:
@@ -166,11 +166,11 @@ def _join(barrier: StartBarrier, store: TCPStore) -> bool:
             warn(message)
         return True
     # an earlier attempt of this run, whose processes are ending, or more machines than the run has
-    barrier.hint(f"{barrier.everyone} have met at {barrier.place} already, this one is not needed")
+    barrier.hint(f"{barrier.everyone} have already met at {barrier.place}; this machine is not needed")
     if barrier.waited_s > barrier.limit_s:
         raise barrier.error(
-            f"{barrier.everyone} have met at {barrier.place} without {barrier.hostname}. Raise "
-            "launch.nodes on all of them, or do not start it here"
+            f"{barrier.everyone} have met at {barrier.place} without {barrier.hostname}. Raise launch.nodes on all of "
+            "them, or do not start the command here"
         )
     return False
 
@@ -181,8 +181,8 @@ def describe_skew(seconds: float, here: str, there: str) -> str | None:
         return None
     return (
         f"the clock of {here} is {abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} that of {there}: times "
-        "in logs do not compare, and of two errors the later may be named as the first. Set the clocks, with chrony or "
-        "NTP; the training itself does not depend on them"
+        "in their logs cannot be compared, and of two errors the later one may be named as the first. Set the clocks, "
+        "with chrony or NTP; the training itself does not depend on them"
     )
 
 
@@ -209,8 +209,8 @@ def _connect(barrier: StartBarrier) -> TCPStore:
 def _no_answer(barrier: StartBarrier, error: OSError) -> str:
     if error.errno == errno.ECONNREFUSED:
         return (
-            f"nothing listens at {barrier.place} yet. Start the same command on {barrier.host}; if that is none of the "
-            "machines of this run, name one of them, with a free port"
+            f"nothing listens at {barrier.place} yet. Start the same command on {barrier.host}; if that is not one "
+            "of the machines of this run, name one of them, with a free port"
         )
     return (
         f"{barrier.place} cannot be reached from {barrier.hostname} ({error.strerror or error}). Is this one of the "

@@ -102,8 +102,8 @@ class RunFolder:
         others = self._entries()
         if others:
             raise WhetError(
-                f"run.dir: {self.path} holds files that are not of a run ({', '.join(others[:3])}). "
-                "Give an empty or new folder: run.dir=FOLDER"
+                f"run.dir: {self.path} holds files that do not belong to a run ({', '.join(others[:3])}). Give an "
+                "empty or new folder: run.dir=FOLDER"
             )
 
     def _entries(self) -> list[str]:

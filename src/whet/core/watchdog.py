@@ -59,7 +59,7 @@ class Watchdog:
                 self._store = None
                 stuck = time.monotonic() - PHASE.since > self._timeout_s
                 if stuck and not PHASE.unbounded and not self._closed.is_set():
-                    self._abort(f"the store that all processes meet at does not answer any more ({first_line(error)})")
+                    self._abort(f"the store that connects all processes no longer answers ({first_line(error)})")
             self._closed.wait(self._period_s)
 
     def _check(self) -> None:

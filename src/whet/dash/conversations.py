@@ -102,7 +102,7 @@ def loss_histories(
 ) -> dict[str, Any]:
     """The conversations of a run, with their losses whenever they were seen; a page of those that show a pattern."""
     if by not in _SORTS:
-        raise WhetError(f"sort: {by!r} is none of {', '.join(_SORTS)}")
+        raise WhetError(f"sort: {by!r} is not one of {', '.join(_SORTS)}")
     try:
         RunStore(folders, run)  # the store is one that the page may read
         found = ConversationHistories.read(run)

@@ -70,10 +70,10 @@ def require_page(csrf: str) -> Callable[[Request], None]:
         if request.method == "GET":
             is_foreign = request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
             if is_foreign and request.url.path.startswith("/api/"):  # it could not read the answer, but cost time
-                raise HTTPException(403, "requests of other sites are refused")
+                raise HTTPException(403, "requests from other sites are refused")
             return
         if not hmac.compare_digest(request.headers.get("x-whet-csrf", "").encode(), csrf.encode()):
-            raise HTTPException(403, "the header x-whet-csrf is missing or of another server: reload the page")
+            raise HTTPException(403, "the header x-whet-csrf is missing or belongs to another server: reload the page")
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise HTTPException(415, "the body must be application/json")
 

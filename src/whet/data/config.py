@@ -64,7 +64,10 @@ class Source(Section):
     )
     subset: str | None = Field(default=None, description="The subset (configuration) of a dataset on the hub.")
     epochs: float | None = Field(
-        default=None, gt=0, le=10**6, description="How often each conversation occurs per epoch of the run; default 1."
+        default=None,
+        gt=0,
+        le=10**6,
+        description="How many times each conversation occurs per epoch of the run; default 1.",
     )
     weight: float | None = Field(
         default=None,
@@ -185,8 +188,8 @@ class DataConfig(Section):
     validation: Validation | None = Field(default=None, description="Validation data.")
     template: str = Field(
         default="auto",
-        description="The chat template: auto (the tokenizer's default), the name of another one of it, a .jinja file, "
-        "or for models without one chatml, llama3 or gemma, which add the tokens that they need.",
+        description="The chat template: auto (the tokenizer's default), the name of another template of the "
+        "tokenizer, a .jinja file, or chatml, llama3, gemma or nanochat, which add the tokens that they need.",
     )
     markers: Markers | None = Field(default=None, description="Delimit turns by markers instead of a chat template.")
     system: str | None = Field(
@@ -209,10 +212,10 @@ class DataConfig(Section):
         default="error",
         description="What to do with a record that cannot be used: stop with an error, or skip it and count it.",
     )
-    deduplicate: bool = Field(default=False, description="Drop exact duplicates; the ledger counts them in any case.")
+    deduplicate: bool = Field(default=False, description="Drop exact duplicates; the ledger counts them either way.")
     packing: Literal["best-fit", "k-bin", "none"] = Field(
         default="best-fit",
-        description="How conversations are packed into rows; attention never crosses a conversation.",
+        description="How conversations are packed into rows; attention never crosses from one conversation to another.",
     )
     bins: int = Field(default=16, ge=1, description="For k-bin: the number of open rows.")
     store: str | None = Field(

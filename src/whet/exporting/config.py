@@ -15,6 +15,6 @@ class ExportConfig(Section):
     at_end: Literal["none", "hf", "merged", "adapter", "gguf"] = Field(
         default="merged",
         description="What to export when the run finishes: a model folder with adapters merged in (merged; hf is an "
-        "alias), the adapter alone, a GGUF file, or none. The dtype is the one the run computes in; `whet export` "
+        "alias), only the adapter, a GGUF file, or none. The dtype is the one that the run computes in; `whet export` "
         "offers more.",
     )

@@ -151,7 +151,8 @@ def _require_same_base(base: ModelConfig, part: WeightedAdapter) -> None:
         warn(f"--adapter {part.folder}: cannot check that {base.path} is its base: it was trained on {name}")
     elif then != now:
         raise WhetError(
-            f"--adapter {part.folder}: trained on other weights than {base.path}: on {trained_on}. Give that as BASE"
+            f"--adapter {part.folder}: trained on {trained_on}, whose weights differ from those of {base.path}. Give "
+            "that as BASE"
         )
 
 

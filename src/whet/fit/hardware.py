@@ -75,7 +75,7 @@ def find_card(name: str) -> Card:
     found = cards.get(aliases.get(_plain(name), _plain(name)))
     if found is None:
         known = sorted((card.name for card in CARDS), key=lambda each: -_likeness(each, name))
-        raise WhetError(f"--plan: {name!r} is no card that whet knows. Known cards: {', '.join(known)}")
+        raise WhetError(f"--plan: whet does not know the card {name!r}. Known cards: {', '.join(known)}")
     return found
 
 

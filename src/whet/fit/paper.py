@@ -262,7 +262,7 @@ def paper_precision(config: Config, card: Card) -> PrecisionPolicy:
     name = "bf16" if config.train.precision == "auto" else config.train.precision
     if name == "fp64" or card.peak(name) is None or (name == "fp8" and card.is_amd):
         raise WhetError(
-            f"train.precision: {name}: whet has no rate of it for {card.name}. Set train.precision=bf16 to estimate"
+            f"train.precision: {name}: whet has no speed for it on {card.name}. Set train.precision=bf16 to estimate"
         )
     return precision_policy(config, name)
 

@@ -98,7 +98,7 @@ def _remedy(estimate: PaperEstimate) -> str:
         f"{each.tokens_per_s:,.0f} tokens/s)"
         for settings, each in estimate.proposals
     ]
-    return f"Use more devices, or what changes the run: {', or '.join(ways)}"
+    return f"Use more devices, or settings that change the run: {', or '.join(ways)}"
 
 
 def reasons(config: Config, estimate: PaperEstimate) -> list[str]:
@@ -131,11 +131,14 @@ def reasons(config: Config, estimate: PaperEstimate) -> list[str]:
         )
     if card.name != _MEASURED_CARD:
         found.append(
-            f"the rates of {card.name} are its data sheet's times the share that others report, not measured by "
-            "whet: expect the time to be off by a third"
+            f"the rates of {card.name} are those of its data sheet, scaled by the share that others report, and not "
+            "measured by whet: expect the time to be off by a third"
         )
     elif hardware.world > 1:
-        found.append("whet has not been measured on several GPUs: the time of collectives is their bandwidth's")
+        found.append(
+            "whet has not been measured on several GPUs: the time of collectives is computed from the bandwidth of the "
+            "links"
+        )
     return found
 
 

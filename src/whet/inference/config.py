@@ -110,32 +110,32 @@ class EvalConfig(Section):
         description="Maximum packed rows of validation data, chosen evenly; absent: all.",
     )
     tokens: int | None = Field(
-        default=None, ge=1, description="Alternative: room for tokens, as whole rows, like train.batch.tokens."
+        default=None, ge=1, description="Alternative: room for tokens, in whole rows, like train.batch.tokens."
     )
     at_start: bool = Field(default=True, description="Evaluate before the first step too.")
     tasks: list[TaskConfig] = Field(default=[], description="Tasks by name or file, such as [orders, my.jsonl:number].")
     prompts: list[Annotated[str, Field(min_length=1)]] | None = Field(
         default=None,
-        description="Messages that the model answers at every evaluation, into samples.jsonl. Absent: the beginnings "
-        "of a few validation conversations, if there are no tasks; []: none.",
+        description="Messages that the model answers at every evaluation; the answers go to samples.jsonl. Absent: "
+        "the beginnings of a few validation conversations, if there are no tasks; []: none.",
     )
     metrics: list[str] = Field(
         default=[],
-        description="Metrics of your own over all answers to tasks and prompts, by the name of their entry point in "
-        "whet.metrics (docs/python.md); each becomes metric/NAME, higher being better.",
+        description="Your own metrics over all answers to tasks and prompts, named by their entry points in "
+        "whet.metrics (docs/python.md); each becomes metric/NAME, and higher is better.",
     )
     patience: int | None = Field(
         default=None,
         ge=1,
         description="Early stopping: end the run after this many evaluations in a row without an improvement of "
-        "eval.best; the best checkpoint is kept, and exported. Absent: never.",
+        "eval.best; the best checkpoint is kept and exported. Absent: never.",
     )
     examples: int = Field(default=64, ge=1, description="Examples of each task.")
     minutes: float | None = Field(
         default=None,
         gt=0,
-        description="Time limit for all tasks of an evaluation, shared evenly between them; the number of scored "
-        "examples is reported if it ends one early. Absent: no limit.",
+        description="Time limit for all tasks of an evaluation, shared evenly between them; if it ends a task early, "
+        "the number of scored examples is reported. Absent: no limit.",
     )
     sandbox: Literal["strict", "limits"] = Field(
         default="strict",

@@ -235,7 +235,7 @@ class WhetCallback(TrainerCallback):
         try:
             yield
         except (OSError, WhetError) as error:
-            warn(f"WhetCallback: {first_line(error)}. Training goes on without a record")
+            warn(f"WhetCallback: {first_line(error)}. Training goes on, but nothing is recorded")
             self._release()
 
     def _end(self, state: str, exit_code: ExitCode, reason: str | None) -> None:

@@ -35,7 +35,7 @@ class SlurmConfig(Section):
         "shorter limit, at least 60.",
     )
     max_requeues: int = Field(
-        default=20, ge=0, description="How often a job that reaches its time limit is queued again; 0: never."
+        default=20, ge=0, description="How many times a job that reaches its time limit is queued again; 0: never."
     )
     tasks: Literal["node", "gpu"] = Field(
         default="node",
@@ -45,7 +45,9 @@ class SlurmConfig(Section):
     gpu_type: str | None = Field(default=None, description="The kind of GPU, such as mi250, for --gpus-per-node.")
     cpus: int | None = Field(default=None, ge=1, description="CPU cores per GPU, or per process without GPUs.")
     memory: str | None = Field(default=None, description="Memory per node, such as 64G; 0: all of it.")
-    exclusive: bool | Literal["user"] = Field(default=False, description="Share nodes with no other job or user.")
+    exclusive: bool | Literal["user"] = Field(
+        default=False, description="Do not share nodes: with any other job (true), or with other users (user)."
+    )
     hint: str | None = Field(default=None, description="How to use cores, such as nomultithread.")
     constraint: str | None = Field(default=None, description="Features that nodes must have.")
     options: list[str] = Field(default=[], description="Further options of sbatch, such as --mail-type=END.")
@@ -59,7 +61,7 @@ class SlurmConfig(Section):
     container_options: list[str] = Field(default=[], description="Further options of the container, such as --rocm.")
     python: str | None = Field(
         default=None,
-        description="The Python that has whet, on the nodes. Absent: the one that runs this command, or `python` in "
+        description="The Python on the nodes that has whet. Absent: the one that runs this command, or `python` in "
         "the container.",
     )
 
@@ -106,9 +108,10 @@ class KubernetesConfig(Section):
     claim: str | None = Field(
         default=None,
         pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$",
-        description="A PersistentVolumeClaim that holds data and runs. Absent: one is made, of the size storage.",
+        description="A PersistentVolumeClaim that holds data and runs. Absent: one is created, with the size in "
+        "storage.",
     )
-    storage: str = Field(default="100Gi", pattern=_QUANTITY, description="Size of the claim that is made.")
+    storage: str = Field(default="100Gi", pattern=_QUANTITY, description="Size of the claim, if one is created.")
     mount: str = Field(
         default="/whet",
         pattern=r"^/[^\s:]+$",
@@ -147,7 +150,7 @@ class LaunchConfig(Section):
     rendezvous: str | None = Field(
         default=None,
         pattern=r"^[^\s:]+:\d+$|^\[[0-9a-fA-F:]+\]:\d+$",
-        description="HOST:PORT of the rendezvous of several machines: one of them and a free port on it; the same "
+        description="HOST:PORT of the rendezvous of several machines: one of them, and a free port on it; the same "
         "value on all.",
     )
     max_restarts: int = Field(
@@ -160,12 +163,12 @@ class LaunchConfig(Section):
     )
     log_policies: list[LogPolicy] = Field(
         default=[],
-        description="After a crash, lines in the output of the processes that forbid a restart, such as [{pattern: Xid "
-        "79, action: exclude_node}].",
+        description="Lines in the output of the processes that, after a crash, forbid a restart, such as [{pattern: "
+        "Xid 79, action: exclude_node}].",
     )
     env: dict[str, str] | list[str] = Field(
         default={},
-        description="Environment variables for the processes: a mapping of names to values, or names alone, which must "
+        description="Environment variables for the processes: a mapping of names to values, or only names, which must "
         "be set. The run folder keeps the names, never the values.",
     )
 

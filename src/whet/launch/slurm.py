@@ -166,8 +166,8 @@ def cluster_problems(config: Config, chain: int) -> list[str]:
     elif time_limit_seconds(slurm.time) < warning_seconds(slurm) + 120:
         problems.append(
             f"launch.slurm.time: {slurm.time} is {time_limit_seconds(slurm.time)} s, and the last "
-            f"{warning_seconds(slurm)} s are for saving (launch.slurm.warning): too little is left to train. Give more "
-            "time"
+            f"{warning_seconds(slurm)} s are for saving (launch.slurm.warning): too little is left for training. Give "
+            "more time"
         )
     preempts, kill_wait = found.get("PreemptMode", "OFF").upper(), found.get("KillWait", "30 sec")
     if "REQUEUE" in preempts and "send_user_signal" not in found.get("PreemptParameters", ""):
@@ -199,7 +199,7 @@ class SaveTime:
     is_measured: bool
 
     def __str__(self) -> str:
-        how = "as the last ones of this run did" if self.is_measured else "estimated from the model's size, at 1 GB/s"
+        how = "like the last ones of this run" if self.is_measured else "estimated from the model's size, at 1 GB/s"
         return f"{max(1, round(self.seconds))} s ({how})"
 
 
@@ -250,7 +250,7 @@ def save_problems(config: Config, save: SaveTime | None, kill_wait_s: float) -> 
     if slurm.time is not None and save.seconds > 0.75 * warning_seconds(slurm):
         problems.append(
             f"a checkpoint takes {save}, and Slurm warns {warning_seconds(slurm)} s before the time limit: what was "
-            f"trained since the checkpoint before may be lost. Set launch.slurm.warning={_round_up(2 * save.seconds)}"
+            f"trained since the previous checkpoint may be lost. Set launch.slurm.warning={_round_up(2 * save.seconds)}"
         )
     if save.seconds > kill_wait_s:
         problems.append(

@@ -303,4 +303,4 @@ def _container_program() -> str:
 def require_plain_paths(folder: Path, remedy: str = "Give another folder: run.dir=FOLDER") -> None:
     """Slurm expands % in the name of the log."""
     if "%" in str(folder) or " " in str(folder):
-        raise WhetError(f"{folder}: Slurm cannot take blanks or % in it. {remedy}")
+        raise WhetError(f"{folder}: Slurm does not accept spaces or % in this path. {remedy}")

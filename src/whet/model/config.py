@@ -38,8 +38,8 @@ class ModelConfig(Section):
     )
     compile: Literal["auto"] | bool = Field(
         default="auto",
-        description="Compile the layers with torch.compile: about a minute at the start, faster steps. auto: on CUDA, "
-        "except in fp64.",
+        description="Compile the layers with torch.compile: takes about a minute at the start, and makes steps "
+        "faster. auto: on CUDA, except in fp64.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Allow the Python code that comes with the model to run."
@@ -86,8 +86,8 @@ class AdapterConfig(Section):
     )
     targets: list[str] | str = Field(
         default="all-linear",
-        description="Names of the layers with an adapter, or a regular expression that matches full names; all-linear: "
-        "all linear layers and experts, but neither the output head nor routers.",
+        description="Names of the layers with an adapter, or a regular expression that matches full names; "
+        "all-linear: all linear layers and experts, except the output head and routers.",
     )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout probability of the adapter's inputs.")
     also_train: list[str] = Field(
@@ -97,5 +97,5 @@ class AdapterConfig(Section):
     )
     tokens: list[str] = Field(
         default=[],
-        description="Existing tokens whose embedding and head rows are trained, too, like those of model.add_tokens.",
+        description="Existing tokens whose embedding and head rows are also trained, like those of model.add_tokens.",
     )

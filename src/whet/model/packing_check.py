@@ -123,7 +123,7 @@ def _require_positions(model: nn.Module, longest: int) -> None:
     if rooms and longest > min(rooms):
         raise WhetError(
             f"data.max_length: the longest conversation has {longest:,} tokens, and {type(model).__name__} has "
-            f"positions for {min(rooms):,} alone. Lower data.max_length to that"
+            f"positions for only {min(rooms):,}. Lower data.max_length to that"
         )
 
 
@@ -168,7 +168,7 @@ def _check_packed(root: LossModel, vocabulary: int, longest: int) -> None:
         )
     difference = _logit_difference(head, routed if routing.modules else hidden, own, largest)
     if difference:
-        raise PackingError(f"packed conversations have other logits than each alone (by {difference:.3g})")
+        raise PackingError(f"packed conversations have different logits from each alone (by {difference:.3g})")
 
 
 @torch.no_grad()
@@ -179,7 +179,7 @@ def _check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
     rope = length_dependent_rope(model, longest)
     if rope is not None and rope.kind == "dynamic":
         raise WhetError(
-            "model.path: this model's rotary embedding (dynamic) depends on the documents before, so runs would not be "
+            "model.path: this model's rotary embedding (dynamic) depends on earlier documents, so runs would not be "
             f"reproducible. Lower data.max_length (the longest conversation has {longest:,} tokens)"
         )
     tokens = torch.arange(8, device=next(root.parameters()).device) * 7919 % vocabulary
@@ -197,13 +197,13 @@ def _check_unpacked(root: LossModel, vocabulary: int, longest: int) -> None:
     if not change <= 1e-3 * hidden.abs().max().item():
         raise WhetError(
             f"model.path: {name} is not a causal model: a token changes the hidden states before it (by {change:.3g}), "
-            "so it would see the answers it shall learn. Use another model"
+            "so it would see the answers that it is meant to learn. Use another model"
         )
     difference = _logit_difference(head, hidden, own, largest)
     if difference:
         raise WhetError(
             f"model.path: whet's logits differ from those of {name} itself by {difference:.3g}: it transforms its "
-            "logits in a way that whet does not support, and would be trained wrongly. Use another model"
+            "logits in a way that whet does not support, so it would be trained wrongly. Use another model"
         )
 
 
@@ -221,8 +221,8 @@ def _check_backward(root: LossModel, vocabulary: int) -> None:
 def _broken_code(model: nn.Module, error: Exception) -> WhetError:
     return WhetError(
         f"model.path: {type(model).__name__} cannot be trained: its code fails on a conversation "
-        f"({describe_error(error)}). Use another model; with an adapter, try adapter.targets that name the attention "
-        "layers alone"
+        f"({describe_error(error)}). Use another model; with an adapter, try adapter.targets that name only the "
+        "attention layers"
     )
 
 

@@ -53,8 +53,9 @@ def require_no_layer_drop(model: nn.Module) -> None:
     for name, value in _probabilities(model).items():
         if "layerdrop" in name and not name.startswith("encoder"):
             raise WhetError(
-                f"model.path: {name} is {value:g} in this model's config.json: layers are skipped at random, others in "
-                f"each process, but sharded layers need all processes. Set {name} to 0 there, or remove parallel.shard"
+                f"model.path: {name} is {value:g} in this model's config.json: layers are skipped at random, different "
+                f"ones in each process, but sharded layers need all processes. Set {name} to 0 there, or remove "
+                "parallel.shard"
             )
 
 

@@ -16,7 +16,7 @@ class ParallelConfig(Section):
     replicate: int | None = Field(
         default=None,
         ge=1,
-        description="Replicas of the model; each computes its share of a step's rows (data parallelism). Defaults to "
+        description="Replicas of the model; each computes its share of a step's rows (data parallelism). Default: "
         "world size ÷ (shard × context × tensor × expert).",
     )
     shard: int | None = Field(
@@ -34,8 +34,9 @@ class ParallelConfig(Section):
     tensor: int = Field(
         default=1,
         ge=1,
-        description="Processes that compute each layer together, each a part of the heads and of the MLP width (tensor "
-        "parallelism), following the model's own plan: for layers too large for one device. Keep them on one machine.",
+        description="Processes that compute each layer together, each a part of the heads and of the MLP width "
+        "(tensor parallelism), following the model's own plan: for layers too large for one device. Keep these "
+        "processes on one machine.",
     )
     expert: int = Field(
         default=1,
@@ -51,7 +52,7 @@ class ParallelConfig(Section):
     offload: Literal["none", "activations", "optimizer", "both", "weights"] = Field(
         default="none",
         description="CPU offload: activations saved for the backward pass, the optimizer state, or both; or, with "
-        "shard, weights, gradients and optimizer state, and the CPU runs the optimizer step.",
+        "shard, weights, gradients and optimizer state (weights), with the optimizer step on the CPU.",
     )
     timeout: float = Field(
         default=30.0,

@@ -56,8 +56,9 @@ def describe_conflicts(groups: list[list[Origin]], total: int) -> str:
     number = sum(map(len, groups))
     examples = "; ".join(f"{group[0]} and {group[1]}" for group in groups[:2])
     return (
-        f"{number:,} of {total:,} conversations ask nearly the same as another one and have another answer, such as "
-        f"{examples}. Unless all of them are good, keep one answer, or write what decides into the question"
+        f"{number:,} of {total:,} conversations ask nearly the same question as another one, but have a different "
+        f"answer, such as {examples}. Unless all answers are good, keep one, or write into the question what decides "
+        "between them"
     )
 
 

@@ -66,7 +66,7 @@ _NOTE_FINDINGS: dict[str, tuple[Level, str, str]] = {
     REASONING_DROPPED: (
         "warning",
         "the template drops the reasoning of earlier turns, so it is not trained on",
-        "To train on it, make a conversation of each answer",
+        "To train on it, make each answer a conversation of its own",
     ),
     TOOLS_DROPPED: (
         "fault",
@@ -75,14 +75,14 @@ _NOTE_FINDINGS: dict[str, tuple[Level, str, str]] = {
     ),
     PREFILL_MISSING: (
         "warning",
-        "the generation prompt ends with a reasoning tag such as <think> that the answer does not begin with, so the "
-        "model is prompted for answers in another way than it learns them",
+        "the generation prompt ends with a reasoning tag such as <think> that the answer does not begin with, so "
+        "chats do not use the prompt of training",
         "Add the reasoning, or use a template whose prompt has no such tag (data.template)",
     ),
     PROMPT_DIFFERS: (
         "warning",
-        "the generation prompt has other whitespace before the answer than the conversation, so the model is prompted "
-        "for answers in another way than it learns them",
+        "the generation prompt has different whitespace before the answer than the conversation, so chats do not use "
+        "the prompt of training",
         "Write the same whitespace in a copy of the template: data.template=COPY.jinja",
     ),
     EXCHANGE_TOO_LONG: (
@@ -261,12 +261,12 @@ def _check_one_store(
     for text in found.blank:
         yield Finding("empty lines", "ok", text)
     remedy = (
-        f"The data or the tokenizer library has changed since. Delete the folder {store.folder} to prepare it again; "
-        "if that does not help, please report it"
+        f"The data or the tokenizer library has changed since it was prepared. Delete the folder {store.folder} to "
+        "prepare it again; if that does not help, please report it"
     )
     for check, places, what in (
-        ("ids", found.ids_differ, "have other ids than transformers gives"),
-        ("mask", found.mask_differs, "have another loss mask when rendered again"),
+        ("ids", found.ids_differ, "have ids that differ from those of transformers"),
+        ("mask", found.mask_differs, "have a different loss mask when rendered again"),
     ):
         if places:
             text = f"{use}: {len(places):,} of {found.compared:,} conversations {what}, first {', '.join(places[:3])}."
@@ -319,7 +319,7 @@ def check_template(
         return
     if conversation_tokenizer.identity["today"]:
         today = conversation_tokenizer.identity["today"]
-        text = f"it inserts the date: all conversations have {today}, and later prompts will have another"
+        text = f"it inserts the date: all conversations have {today}, and later prompts will have a different date"
         yield Finding("template", "warning", text)
     if data is not None:
         yield from _double_bos_findings(data)

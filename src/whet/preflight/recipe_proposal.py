@@ -182,7 +182,7 @@ def _summarize(source: Source, is_guessed: bool, model: str, may_drop: bool) -> 
     store = _prepare_sample(source, model)
     if store is None:
         lengths = [int(_characters(item) / _CHARACTERS_PER_TOKEN) + 16 for item in good]
-        lengths_note = ". Estimated from characters, as the tokenizer cannot be loaded here: check it"
+        lengths_note = ". Estimated from characters, because the tokenizer cannot be loaded here: check it"
     else:  # count as `whet check` does: a record that can be read may still be no conversation
         [account] = store.manifest["accounts"]
         lengths, kept, duplicates = store.lengths.tolist(), account["conversations"]["kept"], account["duplicates"]
@@ -299,7 +299,7 @@ def _adapter_settings(model: str, known: KnownModel | None, data: DataSummary) -
     )
     memory, size = _device_memory(), _parameters(model, known)
     if memory is not None and size is not None and 2.2 * size > memory:
-        reason = f"QLoRA: frozen weights in 4 bits, as {2 * size / _GIB:,.0f} GiB in bf16 do not fit into this GPU"
+        reason = f"QLoRA: frozen weights in 4 bits, because {2 * size / _GIB:,.0f} GiB in bf16 do not fit into this GPU"
         return [rank, ProposedSetting("quantize", "nf4", reason)]
     return [rank]
 
@@ -336,7 +336,7 @@ def _training_settings(data: DataSummary, known: KnownModel | None, is_adapter: 
         found.append(ProposedSetting("train.precision", "bf16", "this CPU has instructions for it: faster than fp32"))
     if total >= 20 and steps >= 20:
         found.append(
-            ProposedSetting("eval.every", max(5, steps // 8), "steps between two looks at the validation data")
+            ProposedSetting("eval.every", max(5, steps // 8), "steps between two evaluations on the validation data")
         )
     return found
 

@@ -214,7 +214,10 @@ def _resume_finding(
     came = f"from the checkpoint of step {at}" if at > replay.first_step else "from the initial model"
     again = f", step {step - 1} trained again" if step > at + 1 else ""
     if replay.root.is_stochastic and (plan.get("world"), plan.get("micro_rows")) != (1, replay.loader.micro_rows):
-        text = f"{came}{again}: not compared with step {step} of the run, whose dropout another layout does not repeat"
+        text = (
+            f"{came}{again}: not compared with step {step} of the run, because another layout does not repeat its "
+            "dropout"
+        )
         return Finding("resume", "warning", text)
     both = [(planned.loss, recorded["loss"]), (planned.grad_norm, recorded["grad_norm"])]
     difference = max(abs(mine - theirs) / max(abs(theirs), 1e-12) for mine, theirs in both)
@@ -223,7 +226,7 @@ def _resume_finding(
     how = "as recorded" if is_same else f"recorded were {recorded['loss']:.6g} and {recorded['grad_norm']:.6g}"
     exact = "bit for bit" if planned.loss == recorded["loss"] else f"within {difference:.1e}"
     text = f"{came}{again}: step {step} has loss {planned.loss:.6g} and gradient norm {planned.grad_norm:.6g}, {how}"
-    remedy = ". Was the run on other hardware or other versions? Else report it: it is a bug in whet"
+    remedy = ". Was the run on other hardware or with other versions? If not, please report it: it is a bug in whet"
     return Finding("resume", "ok", f"{text}, {exact}") if is_same else Finding("resume", "fault", text + remedy)
 
 
@@ -236,7 +239,8 @@ def _layout_finding(run: Path, step: int, own: str, found: dict[str, tuple[float
         text = f"step {step} is the same with {own}, {', '.join(found)}: {_described(loss, gradient, tolerance)}"
         return Finding("layout", "ok", text)
     remedy = (
-        f"`whet check {run / 'config.yaml'}` tells whether conversations leak; if not, report it: it is a bug in whet"
+        f"`whet check {run / 'config.yaml'}` shows whether conversations leak; if they do not, please report it: "
+        "it is a bug in whet"
     )
     text = f"step {step} is not the same with {own} and {worst}: {_described(*found[worst], tolerance)}. {remedy}"
     return Finding("layout", "fault", text)

@@ -73,8 +73,8 @@ def parse_reference(text: str) -> tuple[str, str | None]:
 def _require_valid(name: str, what: str, text: str) -> None:
     if not _NAME.fullmatch(name):
         raise WhetError(
-            f"{text!r}: {name!r} cannot be {what}: it begins with a letter or digit, and has letters, digits, dots, "
-            "dashes and underscores, at most 100"
+            f"{text!r}: {name!r} cannot be {what}: it must begin with a letter or digit, and have at most 100 letters, "
+            "digits, dots, dashes and underscores"
         )
 
 
@@ -274,7 +274,7 @@ def _link(temporary: Path, path: Path) -> bool:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
         raise WhetError(
-            f"{path}: this file system has no hard links ({error.strerror}), by which writers do not overwrite each "
+            f"{path}: this file system has no hard links ({error.strerror}), which keep writers from overwriting each "
             "other. Choose a folder on another one for the registry of models: WHET_MODELS=FOLDER"
         ) from None
     return True

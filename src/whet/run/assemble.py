@@ -186,7 +186,7 @@ def check_rows(config: Config, data: RunData, plan: Plan, unpacked: bool, is_new
     if shortage is not None and is_new:
         raise WhetError(shortage)
     if shortage is not None:
-        warn(f"{shortage}. Until then the run continues with the same samples, and devices idle")
+        warn(f"{shortage}. Until then the run continues with the same samples, and some devices are idle")
 
 
 def _build_training_model(

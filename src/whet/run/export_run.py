@@ -106,7 +106,7 @@ def _report_gguf(config: Config, spec: ExportSpec, folder: Path, certificate: Ce
     file = gguf_file(folder)
     if because := certificate.details.get("fell_back_because"):
         count, total = (sum(certificate.details[key].values()) for key in ("fell_back", "tensors"))
-        info(f"{count} of {total} tensors have another type than {certificate.dtype} gives: {because}")
+        info(f"{count} of {total} tensors have a different type from {certificate.dtype}'s: {because}")
     for note in certificate.details.get("notes", ()):
         info(note)
     if spec.dtype.is_quantized and certificate.same_next_token is not None and certificate.kl is not None:
@@ -272,8 +272,8 @@ def _require_replaceable(folder: Path) -> None:
     others = uncertified_files(folder) if folder.is_dir() else [folder.name] if folder.exists() else []
     if others:
         raise WhetError(
-            f"{folder}: the export would replace files that are not of an export ({', '.join(others[:3])}). Move them "
-            "away, or give a new or empty folder: --out FOLDER"
+            f"{folder}: the export would replace files that do not belong to an export ({', '.join(others[:3])}). Move "
+            "them away, or give a new or empty folder: --out FOLDER"
         )
 
 

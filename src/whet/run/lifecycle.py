@@ -124,7 +124,7 @@ def advise_on_out_of_memory() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise RunFailedError(
-            f"the device has too little memory: {first_line(error)} `whet fit` measures what takes it. Lower "
+            f"the device has too little memory: {first_line(error)} `whet fit` shows what takes it. Lower "
             "train.micro_rows or data.max_length, set parallel.recompute=full or parallel.offload, train an adapter "
             "instead of every weight, or use a larger device"
         ) from None

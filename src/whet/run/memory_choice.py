@@ -102,8 +102,8 @@ def choose_memory_settings(run: Run, config: Config, use_cache: bool = True) -> 
     else:
         raise RunFailedError(
             "the device has too little memory for one row of this run, even with recomputation and offload. `whet fit` "
-            "says what takes it. Lower data.max_length, train an adapter (adapter.rank=16), quantize=nf4, or shard the "
-            "model over several devices (parallel.shard)"
+            "shows what takes it. Lower data.max_length, train an adapter (adapter.rank=16), quantize=nf4, or shard "
+            "the model over several devices (parallel.shard)"
         )
     _report(run, config, is_auto)
     if is_auto and run.ranks.is_main:

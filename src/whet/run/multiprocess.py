@@ -72,8 +72,8 @@ def require_consistent_ranks(folder: Path, digests: Mapping[str, str], model: st
         if others:
             raise WhetError(
                 f"the {use} data on {', '.join(others)} is not that of {everyone[0]['host']}: their prepared stores "
-                "hold other conversations. Give all machines the same files, or one store on a file system that they "
-                "share (data.store, or the environment variable WHET_CACHE)"
+                "hold different conversations. Give all machines the same files, or one store on a file system that "
+                "they share (data.store, or the environment variable WHET_CACHE)"
             )
 
 

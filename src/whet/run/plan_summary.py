@@ -89,7 +89,10 @@ def print_summary(run: Run) -> None:
     if config.train.router_aux_loss == 0 and outputs_router_logits(run.model) and router_remark is not None:
         warn(router_remark)
     if config.quantize is not None and (share := quantized_share(language_model)) < MIN_QUANTIZED_SHARE:
-        warn(f"quantize: only {share:.0%} of this model's weights are in {config.quantize}: embeddings cannot be in it")
+        warn(
+            f"quantize: only {share:.0%} of this model's weights are in {config.quantize}: embeddings cannot be "
+            "quantized"
+        )
     if config.adapter is not None and covered_share(coverage := adapter_coverage(language_model)) < MIN_COVERAGE:
         warn(describe_coverage(coverage, config.adapter.targets))
     if config.adapter is not None and frozen_routers(language_model):
@@ -159,8 +162,8 @@ def router_aux_loss_remark(config: Config, root: LossModel) -> str | None:
     if not coefficient:
         return f"{stated}; whet does not add it to the loss. To balance the experts: train.router_aux_loss={own:g}"
     return (
-        f"{coefficient:g} times the routers' auxiliary loss is added, over all tokens of a step, for one forward pass "
-        f"more; {stated}"
+        f"{coefficient:g} times the routers' auxiliary loss is added, over all tokens of a step, at the cost of one "
+        f"more forward pass; {stated}"
     )
 
 

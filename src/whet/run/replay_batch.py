@@ -146,7 +146,7 @@ def _find_run(file: Path, saved: SavedBatch) -> Path:
     holder = resolve_path(file).parent.parent
     run = holder if (holder / "config.yaml").exists() else Path(saved.content["run"])
     if not (run / "config.yaml").exists():
-        raise WhetError(f"{file}: its run {run} no longer exists, and with it the model of the batch")
+        raise WhetError(f"{file}: its run {run}, which holds the model, no longer exists")
     return run
 
 

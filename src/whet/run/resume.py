@@ -272,7 +272,7 @@ def _require_same_data(path: Path, data: RunData) -> None:
     if {use: Path(store).name for use, store in then.items()} != {use: Path(store).name for use, store in now.items()}:
         raise WhetError(
             f"{path}: the data is not what it was when this run began (a file, the tokenizer or its template changed), "
-            "so it cannot be resumed. Bring the old data back, or start a new run: run.dir=FOLDER"
+            "so the run cannot be resumed. Restore the old data, or start a new run: run.dir=FOLDER"
         )
 
 

@@ -132,7 +132,7 @@ def _describe_step(config: Config, rows: int) -> str:
         if unit == "tokens"
         else (f"train.batch.rows: a step has {_rows(limit)}")
     )
-    return given if rows >= limit else f"{given}, of which the data fills {rows:,}"
+    return given if rows >= limit else f"{given}, but the data fills only {rows:,}"
 
 
 def _describe_ranks(config: Config, layout: StepLayout) -> str:

@@ -132,7 +132,7 @@ def _evaluated_step(run: ComparedRun, steps: Sequence[int]) -> int:
         return max(steps)
     if not run.which.isdecimal() or int(run.which) not in steps:
         shown = ", ".join(map(str, sorted(steps)[-10:]))
-        raise WhetError(f"{run.view.folder}@{run.which}: not evaluated then. Use one of {shown}, best, latest")
+        raise WhetError(f"{run.view.folder}@{run.which}: not evaluated at that step. Use one of {shown}, best, latest")
     return int(run.which)
 
 
@@ -167,7 +167,7 @@ def _losses_of(run: ComparedRun) -> tuple[int, ConversationLosses]:
     if not losses:
         reason = (
             "it has no validation data (data.validation)" if run.view.setting("data", "validation") is None
-            else "it has not been evaluated since whet keeps them"
+            else "it has not been evaluated, or only by a version of whet that kept none"
         )  # fmt: skip
         raise WhetError(f"{run.label}: no losses by conversation: {reason}")
     step = _evaluated_step(run, list(losses))

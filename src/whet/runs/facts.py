@@ -162,7 +162,7 @@ def _read_settings(folder: Path, problems: list[str]) -> dict[str, Any]:
         text = file.read_text()
     except FileNotFoundError:
         if (folder / "status.json").exists() or (folder / "checkpoints").exists():
-            problems.append(f"{file}: missing, so this is half a run. Bring it back from a copy, or delete the folder")
+            problems.append(f"{file}: missing, so this run is incomplete. Restore it from a copy, or delete the folder")
         return {}
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"{file}: cannot be read ({first_line(error)}). Bring it back from a copy")

@@ -74,7 +74,8 @@ def resolve_run(reference: str) -> Path:
     if len(found) > 1:
         shown = ", ".join(str(folder) for folder in found[:5]) + (" …" if len(found) > 5 else "")
         raise WhetError(
-            f"{reference}: {len(found)} runs have a name that begins so ({shown}). Give more of it, or a path"
+            f"{reference}: {len(found)} runs have a name that begins with this ({shown}). Give more of the name, or a "
+            "path"
         )
     close = difflib.get_close_matches(path.name, [name for name, _ in names], n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(close)}?" if close else "`whet runs` lists those in runs/; others by their path"

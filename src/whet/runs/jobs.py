@@ -16,7 +16,7 @@ _ACTIVE = (
     "REQUEUE_FED", "RESIZING", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "RESV_DEL_HOLD",
 )  # fmt: skip
 FORGOTTEN = "FORGOTTEN"
-"""The state of a job that Slurm does not know any more, or never did: it may be one of another cluster."""
+"""The state of a job that Slurm no longer knows, or never did: it may be one of another cluster."""
 _QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
@@ -48,7 +48,7 @@ class Job:
     def describe(self) -> str:
         """Such as `job 12: pending (Priority)`."""
         if self.state == FORGOTTEN:
-            return f"job {self.number}: Slurm does not know it any more"
+            return f"job {self.number}: Slurm no longer knows it"
         return f"job {self.number}: {self.state.lower()}" + (f" ({self.reason})" if self.reason else "")
 
 

@@ -127,6 +127,6 @@ def _without_end(
         return State("killed", f"its process on {host} is gone; `whet runs resume` continues it")
     return State(
         "unreachable",
-        f"{host} wrote last {format_age(now - last)}, and cannot be seen from here. If it is gone, `whet runs resume` "
-        "continues the run",
+        f"{host} last wrote {format_age(now - last)}, and cannot be reached from here. If it is gone, `whet runs "
+        "resume` continues the run",
     )

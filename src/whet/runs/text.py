@@ -58,7 +58,7 @@ def list_notes(runs: Sequence[RunSummary]) -> list[str]:
     notes += [problem for run in runs for problem in run.problems]
     notes = list(dict.fromkeys(notes))
     more = len(notes) - _MAX_NOTES
-    return notes[:_MAX_NOTES] + ([f"… and {more} more: `whet runs show RUN` tells them"] if more > 0 else [])
+    return notes[:_MAX_NOTES] + ([f"… and {more} more: `whet runs show RUN` lists them"] if more > 0 else [])
 
 
 def _loss(value: float | None) -> str:

@@ -19,7 +19,7 @@ class SearchConfig(Section):
     )
     metric: str | None = Field(
         default=None,
-        description="What an evaluation measures and the search improves, such as val_loss or task/orders; absent: "
+        description="The metric of evaluations that the search improves, such as val_loss or task/orders; absent: "
         "eval.best. Higher is better for tasks and accuracies, lower for all others.",
     )
     max_trials: int | None = Field(
@@ -29,20 +29,20 @@ class SearchConfig(Section):
         default=None,
         ge=1,
         le=10**4,
-        description="Trials that run at the same time; absent: as many as this machine has devices for, on a CPU one.",
+        description="Trials that run at the same time; absent: as many as this machine has devices for; one on a CPU.",
     )
     mode: Literal["aggressive", "standard", "conservative"] = Field(
         default="standard",
-        description="asha: which brackets there are. A bracket with more rungs stops trials earlier: aggressive has "
-        "the deepest bracket alone, standard the deeper half of them, conservative all.",
+        description="asha: which brackets to use. A bracket with more rungs stops trials earlier. aggressive: only "
+        "the deepest bracket; standard: the deeper half; conservative: all.",
     )
     divisor: float = Field(
         default=4,
         ge=2,
         le=1000,
-        description="asha: one of this many trials continues at a rung, and the next rung is this many times longer.",
+        description="asha: at a rung, one of this many trials continues, and the next rung is this many times longer.",
     )
-    max_rungs: int = Field(default=5, ge=1, le=50, description="asha: most rungs of a bracket.")
+    max_rungs: int = Field(default=5, ge=1, le=50, description="asha: maximum number of rungs in a bracket.")
     storage: str | None = Field(
         default=None,
         description="Where Optuna keeps the trials, as a URL such as postgresql://HOST/DATABASE or "

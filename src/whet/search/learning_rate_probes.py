@@ -56,7 +56,7 @@ def read_probe_recipe(recipe: Path, overrides: Sequence[str]) -> tuple[Config, t
     other = next((each for each in ranges if each is not given), None)
     if other is not None:
         raise WhetError(
-            f"{other.place}: {other.name}: --lr searches the learning rate alone. Give one value: {other.name}=VALUE"
+            f"{other.place}: {other.name}: --lr searches only the learning rate. Give one value: {other.name}=VALUE"
         )
     if given is None:
         return resolve_model_reference(read_config(recipe, overrides)), None

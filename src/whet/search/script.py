@@ -37,17 +37,19 @@ class ScriptSettings(Section):
     """What a trial starts."""
 
     command: str | list[str] = Field(
-        description="The command of a trial, such as python sft.py; a list of words is taken as it is. A script ending "
-        "in .py by itself is run by the Python of whet."
+        description="The command of a trial, such as python sft.py; a list of words is used unchanged. A .py script by "
+        "itself runs with whet's Python."
     )
     steps: int = Field(ge=1, description="The length of a whole trial; WhetCallback sets Trainer's max_steps to it.")
     arguments: dict[str, _ArgumentValue] = Field(
         default={},
-        description="Appended to the command as --NAME=VALUE, a list as --NAME VALUE VALUE; null leaves it out. Ranges "
-        "stand here.",
+        description="Appended to the command as --NAME=VALUE, a list as --NAME VALUE VALUE; null leaves an argument "
+        "out. Write ranges here.",
     )
     greater_is_better: bool | None = Field(
-        default=None, description="Of search.metric; needed for metrics that are neither losses nor accuracies."
+        default=None,
+        description="Whether higher values of search.metric are better; needed for metrics that are neither losses "
+        "nor accuracies.",
     )
 
     @model_validator(mode="after")

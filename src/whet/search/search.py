@@ -247,8 +247,8 @@ def open_search_folder(plan: SearchPlan, resume: bool) -> Iterator[None]:
     recipe = folder / RECIPE
     if entries and not recipe.exists() and set(entries) - {"search.lock", OWNER_FILE, "logs", JOURNAL, "recipes"}:
         raise WhetError(
-            f"run.dir: {folder} holds files that are not of a search ({', '.join(entries[:3])}). Give an empty or new "
-            "folder: run.dir=FOLDER"
+            f"run.dir: {folder} holds files that do not belong to a search ({', '.join(entries[:3])}). Give an empty "
+            "or new folder: run.dir=FOLDER"
         )
     if recipe.exists() and not resume:
         raise WhetError(

@@ -188,7 +188,7 @@ def require_metric(config: TrialConfig, metric: str) -> None:
     if isinstance(config, ScriptConfig):
         if config.script.greater_is_better is None and not any(word in metric for word in ("loss", "accuracy")):
             raise WhetError(
-                f"search.metric: {metric}: whether it shall be high or low is not known. Set "
+                f"search.metric: {metric}: it is not known whether higher or lower is better. Set "
                 "script.greater_is_better to true or false"
             )
     elif metric.startswith("task/"):

@@ -45,7 +45,7 @@ def _unusable_template(reason: str) -> WhetError:
 def check_rendered_length(text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
     """`text`, unless a template made it of almost nothing: encoding it would take minutes and fill the memory."""
     if len(text) > _MAX_CHARACTERS and len(text) > _MAX_GROWTH * len(repr((messages, tools))):
-        raise _unusable_template(f"it makes {len(text):,} characters of a conversation that has few")
+        raise _unusable_template(f"it turns a short conversation into {len(text):,} characters")
     return text
 
 

@@ -114,8 +114,8 @@ class FastTokenizerEncoder:
             apart = [*first, *(token for span in others for token in (number, *span))]
             if list(together) != apart:
                 raise WhetError(
-                    f"data.markers: this tokenizer gives text beside {mark} other ids than the text alone, so a chat "
-                    "would differ from training. Use the SentencePiece .model file itself (model.tokenizer)"
+                    f"data.markers: this tokenizer gives text next to {mark} different ids from the text alone, so a "
+                    "chat would differ from training. Use the SentencePiece .model file itself (model.tokenizer)"
                 )
 
 

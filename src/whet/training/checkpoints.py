@@ -170,8 +170,7 @@ def _load_newest_complete(
         except DamagedCheckpointError as error:
             if not steps:
                 raise WhetError(
-                    f"{error}. There is no other complete one to go back to: delete {folder} and --resume begins the "
-                    "run anew"
+                    f"{error}. There is no other complete checkpoint: delete {folder}, and --resume starts the run over"
                 ) from None
             if ranks.is_main:
                 away = directory.quarantine(folder, step)

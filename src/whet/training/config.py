@@ -21,8 +21,8 @@ class BatchConfig(Section):
     tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Alternative: room for tokens, as whole rows: 10000 with rows of 4096 is 2 rows. Rows are rarely "
-        "full, so a step holds fewer tokens; `whet train` and `whet check` print how many.",
+        description="Alternative: room for tokens, in whole rows: 10000 with rows of 4096 is 2 rows. Rows are rarely "
+        "full, so a step holds fewer tokens; `whet train` and `whet check` print the number.",
     )
 
     @model_validator(mode="after")
@@ -62,8 +62,9 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices; vectors have none.")
     flavour: Literal["moonlight", "nanochat"] = Field(
         default="moonlight",
-        description="Muon's: moonlight scales updates so that AdamW's lr suits matrices, too; nanochat uses that "
-        "program's learning rates, with Polar Express, NorMuon, cautious decay of matrices alone, and its groups.",
+        description="The variant of Muon. moonlight scales updates so that AdamW's lr suits matrices too. nanochat "
+        "takes that program's learning rates and groups, with Polar Express, NorMuon and cautious decay, only of "
+        "matrices.",
     )
     momentum: _Beta = Field(default=0.95, description="Muon's momentum.")
     momentum_start: _Beta = Field(default=0.85, description="Muon's momentum at the first step.")
@@ -149,16 +150,16 @@ class TrainConfig(Section):
     start_step: int = Field(
         default=0,
         ge=0,
-        description="Start after this many steps of the plan as if they were done: their conversations are skipped, "
-        "schedule and counts continue from there. For weights already trained on them (model.path: RUN).",
+        description="Treat this many steps of the plan as done: their conversations are skipped, and schedule and "
+        "counts continue from there. For weights that were already trained on them (model.path: RUN).",
     )
     step_offset: int = Field(
         default=0,
         ge=0,
         le=10**9,
         description="Added to the number of every step in metrics, logs, trackers and checkpoint names, so that a "
-        "fine-tune counts on from the checkpoint that it starts from: after 423858, its first step is 423859. Data, "
-        "schedule and all settings in steps begin at 0 as without it.",
+        "fine-tune continues the count of the checkpoint that it starts from: with 423858, the first step is 423859. "
+        "Data, schedule and all settings in steps still begin at 0.",
     )
     row_length: int | None = Field(default=None, ge=2, description="Tokens per packed row; default: data.max_length.")
     micro_rows: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
@@ -182,8 +183,8 @@ class TrainConfig(Section):
     )  # fmt: skip
     router_aux_loss: float = Field(
         default=0.0, ge=0, description="Weight of the auxiliary loss that balances the load of a mixture's experts "
-        "(router_aux_loss_coef in config.json); exact over the whole step, for one forward pass more. Not included in "
-        "the logged loss.",
+        "(router_aux_loss_coef in config.json); exact over the whole step, at the cost of one more forward pass. Not "
+        "included in the logged loss.",
     )  # fmt: skip
     on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
@@ -192,7 +193,7 @@ class TrainConfig(Section):
     )
     on_spike: Literal["warn", "stop", "skip", "rollback"] = Field(
         default="warn",
-        description="What to do when the loss jumps far above its recent values; warn logs it and takes the step.",
+        description="What to do when the loss jumps far above its recent values; warn logs this and takes the step.",
     )
     clip_norm: float = Field(
         default=1.0, gt=0, description="Maximum gradient norm; larger gradients are scaled down to it."

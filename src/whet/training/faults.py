@@ -135,7 +135,7 @@ def fault_message(event: dict[str, Any]) -> str:
     if event["kind"] == "spike" and named:
         parts.append(f"The highest losses are those of {listed}")
     elif event["together"]:
-        parts.append(f"No conversation is faulty alone, only together: {listed}")
+        parts.append(f"No conversation is faulty on its own, only together: {listed}")
     elif event["all"]:
         parts.append("Every conversation of the step fails: the cause is the weights, not the data")
     elif named:
@@ -155,7 +155,7 @@ def fault_message(event: dict[str, Any]) -> str:
         "stop": "This step did not change the weights",
         "skip": "The step is skipped",
         "rollback": "The run returns to its newest checkpoint and skips the steps since",
-        "take": "The step is taken nevertheless",
+        "take": "The step is taken anyway",
     }
     parts.append(became[event["action"]])
     state = "" if event["action"] == "stop" else " (with the newest checkpoint before it)"

@@ -116,7 +116,8 @@ class Guard:
         if result.loss <= limit:
             return Verdict("fine", "take")
         reason = (
-            f"the loss is {result.loss:.4g}; after the last {len(self._losses)} steps one above {limit:.4g} is a spike"
+            f"the loss is {result.loss:.4g}; after the last {len(self._losses)} steps, a loss above {limit:.4g} "
+            "is a spike"
         )
         return self._limited(Verdict("spike", "take" if self.on_spike == "warn" else self.on_spike, reason, limit))
 

@@ -187,7 +187,7 @@ def use_smaller_micro_batches(run: Run, rows: int, step: int) -> None:
     set_micro_rows(run, rows)
     warn(
         f"step {step}: the device ran out of memory with {before} rows in a micro-batch, so the step was computed with "
-        f"{rows}, and the run continues so: slower, with the same loss. Is another program using the device?"
+        f"{rows}, and the run continues with {rows}: slower, with the same loss. Is another program using the device?"
     )
     run.output.write_event(
         {

@@ -112,5 +112,5 @@ def test_rows_of_a_few_megabytes_are_read(tmp_path: Path) -> None:
 def test_a_saved_dataset_names_only_files_beside_it(tmp_path: Path, content: object) -> None:
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text(json.dumps(content))
-    with pytest.raises(WhetError, match=r"state\.json: it does not name the files beside it"):
+    with pytest.raises(WhetError, match=r"state\.json: it does not list the files next to it"):
         read_all(tmp_path)

@@ -711,7 +711,7 @@ def test_several_answers_in_the_only_line_are_not_records(read: Callable[..., li
 def test_a_list_of_answers_is_named(read: Callable[..., list[Any]], keys: tuple[str, str]) -> None:
     [found] = read({keys[0]: "Q?", keys[1]: ["A.", "B."]})
     assert isinstance(found, BadRecord)
-    assert f"{keys[1]!r} is a list of 2 answers, as preference data have it" in found.explanation
+    assert f"{keys[1]!r} is a list of 2 answers, as in preference data" in found.explanation
 
 
 # Siblings of names

@@ -28,12 +28,12 @@ def check(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """Check data, chat template, masks and model before you train, or a run that has trained.
+    """Check data, chat template, masks and model before you train, or verify a run that has trained.
 
-    Of a recipe: verifies token ids and loss masks, end-of-turn tokens, truncation, duplicates, the tokenizer, and that
-    packed conversations do not attend to each other in the real model. Of a run: computes a step again, from a
-    checkpoint and in other layouts, and writes the result to check.json in its folder. Exits with 1 on errors, with 0
-    on warnings.
+    For a recipe: verifies token ids and loss masks, end-of-turn tokens, truncation, duplicates, the tokenizer, and that
+    packed conversations do not attend to each other in the real model. For a run: computes a step again, from a
+    checkpoint and in other layouts, and writes the result to check.json in its folder. Exits with 1 on faults
+    and with 0 on warnings.
     """
     from whet.core.console import info_item
     from whet.core.errors import ExitCode

@@ -11,7 +11,7 @@ _SIGNS = {"ok": ("✓", "green"), "missing": ("·", "dim"), "warning": ("!", "ye
 
 @cli_command
 def doctor(quiet: QuietOption = False, as_json: JsonOption = False) -> dict[str, Any]:
-    """Show hardware and libraries of this machine, the back-ends whet will use, and how to install what is missing."""
+    """Show this machine's hardware and libraries, the back-ends whet will use, and how to install what is missing."""
     from whet.core.console import info_item
     from whet.preflight.doctor import examine_machine
 

@@ -30,7 +30,7 @@ def init(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> dict[str, Any]:
-    """Write a recipe for your data: its format, lengths, batches, LoRA or not, each with the reason."""
+    """Write a recipe for your data: format, lengths, batches, LoRA or not, each with the reason."""
     if list_models:
         return _list_models()
     if data is None:
@@ -46,7 +46,7 @@ def init(
         raise WhetError(f"{file}: it exists. Give another name (--out FILE), or --fresh, which moves it aside")
     settings = propose_recipe(data, model)
     text = render_recipe(
-        settings, f"Written by `whet init {data}`. Change what you like; `whet config` explains it all."
+        settings, f"Written by `whet init {data}`. Change what you like; `whet config` explains every setting."
     )
     if file.exists():
         info(f"{file} is now {move_aside(file)}")

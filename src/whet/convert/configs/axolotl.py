@@ -50,10 +50,11 @@ _ROWS: Rows = {
     **copied("number", embedding_lr="train.optimizer.embedding_lr"),
     **no_equivalent("streaming: whet prepares the data before step 1", "streaming streaming_multipack_buffer_size "
                     "pretrain_multipack_buffer_size preprocess_iterable"),
-    **no_equivalent("other names of learning rates and their schedules", "embedding_lr_scale lr_groups lr_div_factor "
-                    "lr_quadratic_warmup cosine_constant_lr_ratio loraplus_lr_ratio loraplus_lr_embedding "
-                    "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps"),
-    **no_equivalent("another method than LoRA, DoRA and rsLoRA", "relora relora_prune_ratio relora_prune_method peft "
+    **no_equivalent("learning rates of other groups, and schedules that whet does not have",
+                    "embedding_lr_scale lr_groups lr_div_factor lr_quadratic_warmup cosine_constant_lr_ratio "
+                    "loraplus_lr_ratio loraplus_lr_embedding jagged_restart_steps jagged_restart_warmup_steps "
+                    "jagged_restart_anneal_steps"),
+    **no_equivalent("a method other than LoRA, DoRA and rsLoRA", "relora relora_prune_ratio relora_prune_method peft "
                     "peft_init_lora_weights peft_layer_replication lisa_n_layers lisa_step_interval "
                     "lisa_layers_attribute gptq model_quantization_config model_quantization_config_kwargs "
                     "use_onebitllms optim_target_modules unfrozen_parameters freeze_mm_modules"),
@@ -63,7 +64,7 @@ _ROWS: Rows = {
     **no_equivalent("continues an adapter; merge it first (`whet merge`) and give the result as model.path",
                     "lora_model_dir"),
     **no_equivalent("noise on embeddings", "neftune_noise_alpha noisy_embedding_alpha"),
-    **no_equivalent("another loss than the log-likelihood", "use_eaft eaft_alpha eaft_k orpo_alpha simpo_gamma "
+    **no_equivalent("a loss other than the log-likelihood", "use_eaft eaft_alpha eaft_k orpo_alpha simpo_gamma "
                     "cpo_alpha kto_desirable_weight kto_undesirable_weight rl_beta dpo_beta dpo_use_weighting "
                     "dpo_label_smoothing dpo_loss_type dpo_loss_weights precompute_ref_log_probs dpo_use_liger_kernel "
                     "dpo_padding_free trl vllm ebft center_rewards_coefficient num_labels"),
@@ -75,13 +76,13 @@ _ROWS: Rows = {
                     "scaling_softmax scaling_softmax_factor scaling_softmax_bias s2_attention"),
     **no_equivalent("plugins of Axolotl", "plugins trainer_cls diffusion llmcompressor eta_min use_swanlab "
                     "swanlab_project"),
-    **no_equivalent("parallel.expert, an axis of its own beside parallel.shard", "expert_parallel_size"),
+    **no_equivalent("parallel.expert, a separate axis next to parallel.shard", "expert_parallel_size"),
     **no_equivalent("weights quantized by GPTQ", "gptq_groupsize gptq_model_v1 gptq_disable_exllama"),
     **no_equivalent("another configuration of the model", "model_config"),
     **not_needed(SPEED, "use_scattermoe use_sonicmoe liger_rms_norm_gated max_packed_sequence_len relora_cpu_offload"),
     **no_equivalent("changes the weights before training", "reinit_weights mean_resizing_embeddings shrink_embeddings "
                     "resize_token_embeddings_to_32x fix_untrained_tokens added_tokens_overrides"),
-    **no_equivalent("selects or orders records otherwise; data.sources has start, stop, step and where",
+    **no_equivalent("another way to select or order records; data.sources has start, stop, step and where",
                     "dataset_shard_num dataset_shard_idx min_sample_len max_prompt_len curriculum_sampling "
                     "sample_packing_sequentially group_by_length shuffle_before_merging_datasets"),
     **no_equivalent("the template's own", "default_system_message eot_tokens chat_template_kwargs"),
@@ -98,7 +99,7 @@ _ROWS: Rows = {
                     "trackio_project_name trackio_run_name trackio_space_id use_otel_metrics otel_metrics_host "
                     "otel_metrics_port"),
     **no_equivalent(HUB, "hub_model_id hub_strategy hub_revision push_dataset_to_hub"),
-    **no_equivalent("offload to disk or of layers: parallel.offload", "layer_offloading"),
+    **no_equivalent("offload to disk or of layers; whet has parallel.offload", "layer_offloading"),
     **no_equivalent("images and sound", "processor_type processor_kwargs image_size image_resize_algorithm "
                     "role_boundaries"),
     **no_equivalent("Ray", "use_ray ray_run_name ray_num_workers resources_per_worker"),
@@ -126,9 +127,10 @@ _ROWS: Rows = {
                  "liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy liger_cross_entropy "
                  "cut_cross_entropy unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o unsloth_cross_entropy_loss "
                  "torchdistx_path"),
-    **not_needed("whet does it always, or finds it out", "dataset_prepared_path strict shuffle_merged_datasets "
-                 "skip_prepare_dataset num_dataset_shards_to_save dataloader_drop_last remove_unused_columns "
-                 "hf_use_auth_token save_safetensors save_first_step auto_resume_from_checkpoints dynamic_checkpoint "
+    **not_needed("whet always does this, or finds it out by itself", "dataset_prepared_path strict "
+                 "shuffle_merged_datasets skip_prepare_dataset num_dataset_shards_to_save dataloader_drop_last "
+                 "remove_unused_columns hf_use_auth_token save_safetensors save_first_step "
+                 "auto_resume_from_checkpoints dynamic_checkpoint "
                  "base_model_config cls_model_config tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common "
                  "tokenizer_type tokenizer_save_jinja_files type_of_model model_type is_falcon_derived_model "
                  "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model is_preprocess "
@@ -142,7 +144,7 @@ def refuse_other_training(draft: Draft) -> None:
     for key in ("rl", "reward_model", "process_reward_model"):
         if draft.has(key) and not is_off(draft.raw(key)):
             raise draft.fail(
-                key, "is not supervised fine-tuning, and whet trains on answers alone. Nothing was imported"
+                key, "is not supervised fine-tuning, and whet trains only on answers. Nothing was imported"
             )
 
 
@@ -360,7 +362,7 @@ def _note_source(draft: Draft, key: str, given: dict[str, Any]) -> None:
     for name in ("train_on_eos", "train_on_eot"):
         if given.get(name) not in (None, "turn"):
             draft.note(
-                "different", key, f"{name}: {given[name]}: whet trains on the end of every turn that it trains on"
+                "different", key, f"{name}: {given[name]}: whet always trains on the end of a turn that it trains on"
             )
     for name in sorted(given.keys() - _SOURCE_KEYS):
         if not is_off(given[name]) and given[name] not in _USUAL.get(name, ()):
@@ -379,7 +381,7 @@ def _put_mask(draft: Draft, learned: set[str]) -> None:
         draft.put("data.train_on", "assistant", "datasets")
         named = "; ".join(sorted(learned - {"assistant"}))
         draft.note("decide", "datasets", f"the datasets train on different roles ({named}); whet has one data.train_on "
-                   "for all, and text is always learned whole. assistant is written")  # fmt: skip
+                   "for all, and trains on every token of plain text. assistant is written")  # fmt: skip
 
 
 KIND = Kind(

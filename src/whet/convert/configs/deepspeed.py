@@ -10,7 +10,7 @@ from whet.core.errors import WhetError
 from whet.core.yaml import Node
 
 _BUCKETS = "communication of ZeRO, which FSDP2 does by itself"
-_NVME = "NVMe offload: whet offloads to the host's memory alone"
+_NVME = "NVMe offload: whet offloads only to host memory"
 _LOGS = "whet has its own profiler and metrics"
 
 ROWS: Rows = {
@@ -63,7 +63,7 @@ ROWS: Rows = {
     **no_equivalent("searches for a configuration", "autotuning elasticity"),
     **not_needed(_LOGS, "steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler tensorboard "
                  "wandb csv_monitor comms_logger comet monitor_config log_level"),
-    **not_needed("affects speed or memory alone; whet chooses", "prescale_gradients gradient_predivide_factor "
+    **not_needed("affects only speed or memory; whet chooses", "prescale_gradients gradient_predivide_factor "
                  "sparse_gradients fp32_allreduce communication_data_type seq_parallel_communication_data_type "
                  "disable_allgather graph_harvesting torch_autocast compile use_data_before_expert_parallelism "
                  "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer activation_checkpointing data_types "
@@ -238,8 +238,8 @@ def put_zero(draft: Draft) -> None:
         else:
             put_sharding(draft, f"{zero}.stage", "weights" if offload == "weights" else "")
         if stage < 3:
-            draft.note("different", f"{zero}.stage", f"ZeRO {stage} leaves the weights whole; whet's sharding is that "
-                       "of ZeRO 3, with the same result and less memory")  # fmt: skip
+            draft.note("different", f"{zero}.stage", f"ZeRO {stage} does not shard the weights; whet shards as ZeRO 3 "
+                       "does, with the same result and less memory")  # fmt: skip
     if offload == "optimizer":
         keys = [key for key in devices["optimizer"] if draft.has(key)]
         draft.put("parallel.offload", "optimizer", *keys)
@@ -263,7 +263,7 @@ def include(draft: Draft, key: str) -> None:
         name = draft.text(key) or ""
         path = find_file(name, draft.file.parent)
         if path is None:
-            draft.note("decide", key, f"{name} was not found beside {draft.file.name}. Import it onto the result: whet "
+            draft.note("decide", key, f"{name} was not found next to {draft.file.name}. Import it onto the result: whet "
                        "import config deepspeed FILE --onto RECIPE")  # fmt: skip
             return
         tree = read_tree(path)

@@ -159,9 +159,8 @@ def put_data(draft: Draft) -> None:
     """run_clm.py joins all texts into blocks and trains on every token: no template, no mask."""
     draft.put("data.train_on", "all", why="run_clm.py has no template and no mask")
     draft.note("different", "dataset_name" if draft.has("dataset_name") else "train_file", "run_clm.py joins texts "
-                                                        "into blocks across documents and trains on every token; whet "
-                                                        "packs whole documents. Conversations with their template and "
-                                                        "mask: data.train_on: assistant")  # fmt: skip
+               "into blocks across documents and trains on every token; whet packs whole documents. To train on "
+               "conversations with their template and mask: data.train_on: assistant")  # fmt: skip
     draft.put("data.max_length", draft.integer("block_size"), "block_size")
     draft.put("data.too_long", "split", "block_size", why="into windows")
     draft.put("data.packing", "best-fit", "block_size")

@@ -159,13 +159,14 @@ def put_ranges(draft: Draft, searched: Mapping[str, Hyperparameter], import_with
             continue
         shown = repr(parameter.node.plain(named=True))
         if not keys:
-            text = f"{parameter.key}: {shown}: no setting of whet follows it"
+            text = f"{parameter.key}: {shown}: no setting of whet corresponds to it"
         elif others != [""]:
             text = (
-                f"{parameter.key}: {shown}: several settings follow it ({', '.join(sorted(keys))}); whet searches one"
+                f"{parameter.key}: {shown}: several settings depend on it ({', '.join(sorted(keys))}); whet "
+                "searches one"
             )
         else:
-            text = f"{parameter.key}: {shown}: {to} follows it, but not in proportion"
+            text = f"{parameter.key}: {shown}: {to} depends on it, but not in proportion"
         draft.note("decide", "hyperparameters", f"{text}. Its first value is written")
     return written
 

@@ -17,7 +17,7 @@ Category = Literal["decide", "unknown", "no equivalent", "different", "not neede
 CATEGORIES: dict[Category, str] = {
     "decide": "to decide before you train",
     "unknown": "keys that whet does not know",
-    "different": "means something else than it says, or something else in whet",
+    "different": "does not mean what it says, or means something else in whet",
     "no equivalent": "has no equivalent in whet",
     "not needed": "not needed",
 }

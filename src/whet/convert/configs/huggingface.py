@@ -18,7 +18,7 @@ from whet.convert.configs.rules import (
 from whet.convert.configs.table import Rows, by_rule, copied, no_equivalent, not_needed, same_as
 from whet.training.config import Tracker
 
-SPEED = "affects speed or memory alone; whet chooses"
+SPEED = "affects only speed or memory; whet chooses"
 LOGS = "whet writes every step to metrics.jsonl and TensorBoard"
 HUB = "whet exports into the run folder and uploads nothing; `hf upload` does"
 
@@ -62,7 +62,7 @@ ROWS: Rows = {
                  "use_ipex eval_do_concat_batches eval_use_gather_object batch_eval_metrics per_gpu_eval_batch_size "
                  "fp16_opt_level fp16_backend half_precision_backend torchdynamo tpu_num_cores tpu_metrics_debug "
                  "past_index mp_parameters sortish_sampler low_cpu_mem_usage use_fast_tokenizer"),
-    **not_needed("whet does it always", "remove_unused_columns label_names length_column_name prediction_loss_only "
+    **not_needed("whet always does this", "remove_unused_columns label_names length_column_name prediction_loss_only "
                  "save_safetensors save_on_each_node dataloader_drop_last do_train do_eval include_for_metrics "
                  "include_inputs_for_metrics eval_delay ignore_data_skip restore_callback_states_from_checkpoint "
                  "overwrite_output_dir enable_jit_checkpoint ray_scope use_legacy_prediction_loop"),

@@ -66,14 +66,14 @@ _ROWS: Rows = {
     **no_equivalent("random weights: model.path: random:FOLDER", "train_from_scratch"),
     **no_equivalent("trains a part of the layers", "freeze_trainable_layers freeze_trainable_modules "
                     "freeze_extra_modules use_llama_pro"),
-    **no_equivalent("another method than LoRA, DoRA and rsLoRA", "loraplus_lr_ratio loraplus_lr_embedding pissa_init "
+    **no_equivalent("a method other than LoRA, DoRA and rsLoRA", "loraplus_lr_ratio loraplus_lr_embedding pissa_init "
                     "pissa_iter pissa_convert module_dropout oft_rank oft_block_size oft_target"),
-    **no_equivalent("another optimizer than AdamW and Muon", "use_galore galore_target galore_rank "
+    **no_equivalent("an optimizer other than AdamW and Muon", "use_galore galore_target galore_rank "
                     "galore_update_interval galore_scale galore_proj_type galore_layerwise use_apollo apollo_target "
                     "apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_scale_type "
                     "apollo_layerwise apollo_scale_front use_badam badam_mode badam_start_block badam_switch_mode "
                     "badam_switch_interval badam_update_ratio badam_mask_mode badam_verbose use_adam_mini"),
-    **no_equivalent("another loss than the log-likelihood", "use_dft_loss use_asft_loss asft_alpha use_eaft_loss "
+    **no_equivalent("a loss other than the log-likelihood", "use_dft_loss use_asft_loss asft_alpha use_eaft_loss "
                     "eaft_alpha pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight "
                     "kto_rejected_weight simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm ppo_target "
                     "ppo_whiten_rewards ref_model ref_model_adapters ref_model_quantization_bit reward_model "
@@ -115,7 +115,7 @@ def refuse_other_stages(draft: Draft) -> None:
     stage = draft.text("stage")
     if stage not in ("sft", "pt"):
         raise draft.fail(
-            "stage", "is not supervised fine-tuning, and whet trains on answers alone. Nothing was imported"
+            "stage", "is not supervised fine-tuning, and whet trains only on answers. Nothing was imported"
         )
     if stage == "sft":
         draft.use("stage")

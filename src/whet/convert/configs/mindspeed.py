@@ -30,7 +30,7 @@ _DATA: Rows = {
 _PARALLEL: Rows = {
     **by_rule("fsdp_size param_dtype recompute cp_size cp_type"),
     **copied("integer", tp_size="parallel.tensor"),
-    **no_equivalent("parallel.expert, an axis of its own beside parallel.shard", "ep_size ep_fsdp_size"),
+    **no_equivalent("parallel.expert, a separate axis next to parallel.shard", "ep_size ep_fsdp_size"),
     **no_equivalent("FSDP module globs: whet shards and recomputes every layer", "fsdp_modules ignored_modules "
                     "hook_modules recompute_modules tp_colwise tp_rowwise ep_modules ep_fsdp_modules chunk_mbs_modules "
                     "shard_placement_fn efsdp_shard_placement_fn"),

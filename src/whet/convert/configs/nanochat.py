@@ -45,18 +45,18 @@ def put_edition(draft: Draft) -> None:
             *(key for key in _EARLY if draft.has(key)),
             why="chat_sft of February 2026 ignores the mask",
         )
-        draft.note("different", "run", "chat_sft of February 2026 throws the mask away and trains on every token, "
+        draft.note("different", "run", "chat_sft of February 2026 ignores the mask and trains on every token, "
                    "questions too. To train on answers, as later editions: data.train_on: assistant")  # fmt: skip
         draft.use(*_EARLY[:2])
     else:
         draft.put("data.train_on", "assistant", *(key for key in _LATER if draft.has(key)), why="since March 2026")
         if not draft.has(*_LATER):
-            draft.note("decide", "run", "nothing tells the edition of chat_sft: that of July 2026 is assumed. Before "
+            draft.note("decide", "run", "no flag shows the edition of chat_sft: that of July 2026 is assumed. Before "
                        "March 2026 it trained on every token (data.train_on: all) and kept 80 % of the run at full "
                        "rate")  # fmt: skip
         for key in _EARLY:
             if draft.has(key):
-                draft.note("different", key, "chat_sft has this flag beside none of those of July 2026")
+                draft.note("different", key, "no edition of chat_sft has this flag together with those of July 2026")
 
 
 def put_batch(draft: Draft) -> None:
@@ -76,8 +76,8 @@ def put_batch(draft: Draft) -> None:
     if world is not None:
         draft.world = world
         if size % (micro * length * world):
-            draft.note("different", "total_batch_size", f"is no multiple of {micro} × {length} × {world} processes, "
-                       "and nanochat refuses it; whet takes it")  # fmt: skip
+            draft.note("different", "total_batch_size", f"is not a multiple of {micro} × {length} × {world} processes, "
+                       "and nanochat refuses it; whet accepts it")  # fmt: skip
     count = draft.integer("num_iterations") or -1
     if count < 1:
         draft.put("train.epochs", 1.0, "num_iterations", why="one epoch")
@@ -86,7 +86,7 @@ def put_batch(draft: Draft) -> None:
     steps = max(math.ceil((count - 1) / accumulation), 1)
     draft.put("train.steps", steps, "num_iterations", why=f"{count} micro-batches, {accumulation} a step")
     processes = (
-        f"{world} process{'' if world == 1 else 'es'}" if world else "one process, for want of a number in the command"
+        f"{world} process{'' if world == 1 else 'es'}" if world else "one process, because the command gives no number"
     )
     draft.note("different" if world else "decide", "num_iterations", "counts micro-batches, not optimizer steps, and "
                f"runs one short: {steps} steps of {accumulation} micro-batches on {processes}")  # fmt: skip
@@ -109,7 +109,7 @@ def put_optimizer(draft: Draft) -> None:
     decay = draft.number("weight_decay") or 0.0
     draft.put("train.optimizer.weight_decay", decay, "weight_decay")
     if decay:
-        draft.note("different", "weight_decay", "the help says embeddings, but Muon's matrices decay, and nothing else")
+        draft.note("different", "weight_decay", "its help says embeddings, but only Muon's matrices decay")
     draft.put("train.clip_norm", NO_CLIPPING, why="no clipping")
     if not early and draft.raw("load_optimizer") not in (0, "0"):
         draft.note("no equivalent", "load_optimizer", "continues the optimizer of pre-training; whet starts afresh")

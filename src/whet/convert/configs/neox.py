@@ -10,7 +10,7 @@ from whet.convert.configs.rules import fraction, put_sharding
 from whet.convert.configs.table import Kind, Rows, by_rule, copied, no_equivalent, not_needed, same_as
 
 _SHAPE = "the model's own configuration says it"
-_SPEED = "affects speed or memory alone; whet chooses"
+_SPEED = "affects only speed or memory; whet chooses"
 
 _SECTIONS = ("zero_optimization.", "fp16.", "bf16.", "optimizer.")
 """Sections that NeoX hands on to DeepSpeed."""
@@ -40,7 +40,7 @@ _ROWS: Rows = {
                     "moe_jitter_eps enable_expert_tensor_parallelism use_tutel expert_interval"),
     **no_equivalent("muP", "use_mup coord_check save_base_shapes base_shapes_file mup_init_scale mup_attn_temp "
                     "mup_output_temp mup_embedding_mult mup_rp_embedding_mult mup_width_scale"),
-    **no_equivalent("a cool-down of the fork's own: train.schedule has constant, linear, cosine and wsd",
+    **no_equivalent("the fork's own cool-down; train.schedule has constant, linear, cosine and wsd",
                     "cd_start_iter cd_end_iter start_cd_lr decay_pp"),
     **no_equivalent("preference and reward training", "dpo_fp32 dpo_reference_free dpo_beta kto_fp32 "
                     "kto_desirable_weight kto_undesirable_weight kto_beta train_reward_data_paths "
@@ -48,7 +48,7 @@ _ROWS: Rows = {
                     "pos_train_label_data_paths neg_train_label_data_paths pos_valid_data_paths neg_valid_data_paths "
                     "pos_valid_label_data_paths neg_valid_label_data_paths pos_test_data_paths neg_test_data_paths "
                     "pos_test_label_data_paths neg_test_label_data_paths precompute_model_name"),
-    **no_equivalent("other weights of data sets: data.sources has weight and epochs", "weight_by_num_documents "
+    **no_equivalent("other ways to weight datasets; data.sources has weight and epochs", "weight_by_num_documents "
                     "weighted_sampler_alpha test_data_weights"),
     **no_equivalent("training on parts of the data or the model", "curriculum_learning curriculum_seqlen "
                     "data_efficiency compression_training sparse_attention"),
@@ -61,7 +61,7 @@ _ROWS: Rows = {
     **no_equivalent("generation: `whet chat` and `whet eval` have their own options", "text_gen_type temperature top_p "
                     "top_k return_logits maximum_tokens prompt_end sample_input_file sample_output_file num_samples "
                     "recompute eval_results_prefix eval_tasks char_level_ppl"),
-    **no_equivalent("saved steps beside the interval: checkpoint.keep_every", "extra_save_iters"),
+    **no_equivalent("steps saved in addition to the interval: checkpoint.keep_every", "extra_save_iters"),
     **not_needed(_SHAPE, "num_layers hidden_size intermediate_size mlp_multiple_of expansion_factor "
                  "num_attention_heads num_kv_heads max_position_embeddings norm layernorm_epsilon rms_norm_epsilon "
                  "scalenorm_epsilon use_qk_layernorm pos_emb rpe_num_buckets rpe_max_distance opt_pos_emb_offset "
@@ -92,9 +92,9 @@ _ROWS: Rows = {
     **not_needed("`whet launch` starts runs", "deepspeed deepspeed_mpi deepspeed_slurm deepscale deepscale_config "
                  "user_script launcher hostfile include exclude master_port master_addr force_multi "
                  "detect_nvlink_pairs autotuning_run no_ssh_check comment account deepspeed_extra_args config_files"),
-    **not_needed("whet does it always, or finds it out", "eval_iters tokenizer_type allow_chopped is_pipe_parallel "
-                 "optimizer_type iteration batch_iteration_offset do_train do_valid do_test short_seq_prob onnx_safe "
-                 "no_save_rng no_load_optim no_load_rng override_lr_scheduler "
+    **not_needed("whet always does this, or finds it out by itself", "eval_iters tokenizer_type allow_chopped "
+                 "is_pipe_parallel optimizer_type iteration batch_iteration_offset do_train do_valid do_test "
+                 "short_seq_prob onnx_safe no_save_rng no_load_optim no_load_rng override_lr_scheduler "
                  "use_checkpoint_lr_scheduler checkpoint_validation_with_forward_pass"),
 }  # fmt: skip
 
@@ -103,7 +103,7 @@ def refuse_other_training(draft: Draft) -> None:
     """Preference and reward training is another thing than fine-tuning."""
     if draft.text("train_impl") not in (None, "normal") or draft.text("dataset_impl") not in (None, "gpt2"):
         key = "train_impl" if draft.text("train_impl") not in (None, "normal") else "dataset_impl"
-        raise draft.fail(key, "is not supervised fine-tuning, and whet trains on answers alone. Nothing was imported")
+        raise draft.fail(key, "is not supervised fine-tuning, and whet trains only on answers. Nothing was imported")
     draft.use("train_impl", "dataset_impl")
 
 
@@ -231,7 +231,9 @@ def _put_schedule(draft: Draft, steps: int | None) -> None:
     for key in ("lr_decay_iters", "lr_decay_fraction"):
         if draft.has(key) and not (key == "lr_decay_iters" and draft.raw(key) == steps):
             draft.note(
-                "different", key, "the rate would reach its end before or after the run; whet's at its last step"
+                "different",
+                key,
+                "the rate would reach its end before or after the end of the run; whet's reaches it at the last step",
             )
     draft.use("lr_decay_iters")
     if draft.has("scheduler"):
@@ -336,12 +338,12 @@ def _note_mask(draft: Draft) -> None:
                    "too, whatever SFT_ENABLED says; so does this recipe. For LUMI's markers: mask: {pairs: [[7, 7]], "
                    "alternating: [8]} in each source")  # fmt: skip
     if draft.flag("eod_mask_loss"):
-        draft.note("decide", "eod_mask_loss", "masks the token after each end of document: set mask.eod of each source "
-                   "to the tokenizer's id of it")  # fmt: skip
+        draft.note("decide", "eod_mask_loss", "masks the token after each end of document: set mask.eod of each "
+                   "source to the id of the tokenizer's end-of-document token")  # fmt: skip
     for key in ("train_label_data_paths", "valid_label_data_paths", "test_label_data_paths"):
         if draft.has(key):
-            draft.note("decide", key, "labels in files of their own decide what is trained, and whet has no place for "
-                       "them: this recipe trains on every token that mask leaves")  # fmt: skip
+            draft.note("decide", key, "separate label files decide what is trained, and whet does not support them: "
+                       "this recipe trains on every token that mask leaves")  # fmt: skip
 
 
 def put_model(draft: Draft) -> None:

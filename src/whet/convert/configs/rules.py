@@ -361,7 +361,7 @@ def put_memory(draft: Draft) -> None:
         ):
             draft.put("parallel.offload", "activations", key)
         if "disk" in where:
-            draft.note("no equivalent", key, "offload to disk: whet offloads to the host's memory alone")
+            draft.note("no equivalent", key, "offload to disk: whet offloads only to host memory")
     if _is_on(draft, "torch_compile", "auto"):
         draft.put("model.compile", "auto" if draft.raw("torch_compile") == "auto" else True, "torch_compile")
 

@@ -25,7 +25,7 @@ _ROWS: Rows = {
     **same_as(max_seq_length="max_length", torch_dtype="dtype"),
     **no_equivalent("streaming: whet prepares the data before step 1", "streaming dataset_streaming"),
     **copied("number", router_aux_loss_coef="train.router_aux_loss"),
-    **not_needed("the tokenizer's own; whet pads nothing that is learned", "pad_token pad_to_multiple_of"),
+    **not_needed("the tokenizer's own; whet never trains on padding", "pad_token pad_to_multiple_of"),
     **not_needed(SPEED, "dataset_num_proc dataset_batch_size padding_free eval_packing attn_implementation "
                  "use_bnb_nested_quant bnb_4bit_quant_storage dataset_kwargs ignore_bias_buffers lora_task_type"),
     **not_needed("the order of conversations is random, by run.seed", "shuffle_dataset"),
@@ -38,7 +38,7 @@ def put_mask(draft: Draft) -> None:
         draft.put("data.train_on", "assistant", "assistant_only_loss")
         draft.use("completion_only_loss")
     elif draft.has("completion_only_loss") and draft.flag("completion_only_loss"):
-        draft.put("data.train_on", "last", "completion_only_loss", why="the completion alone")
+        draft.put("data.train_on", "last", "completion_only_loss", why="only the completion")
         draft.use("assistant_only_loss")
     elif draft.has("completion_only_loss"):
         draft.put("data.train_on", "all", "completion_only_loss")
@@ -49,7 +49,7 @@ def put_mask(draft: Draft) -> None:
         draft.note(
             "decide", key,
             "off: TRL trains on every token, questions too, unless the records have prompt and completion; then only "
-            "on completions, which is data.train_on: last. To train on answers alone: data.train_on: assistant",
+            "on completions, which is data.train_on: last. To train only on answers: data.train_on: assistant",
         )  # fmt: skip
     if draft.text("loss_type") == "dft":
         draft.note("no equivalent", "loss_type", "Dynamic Fine-Tuning weights tokens by their probability; the plain "
@@ -103,7 +103,7 @@ def _put_source(draft: Draft, to: str, source: dict[str, Any], keys: dict[str, s
         draft.put(f"{to}.weight", source["fraction"], key)
         draft.note("different", key, "fraction keeps a part of each dataset so that none repeats; weight repeats")
     for name in source.keys() - {"path", "name", "split", "fraction", "data_files"}:
-        draft.note("no equivalent", key, f"{name}: {source[name]!r} has no place in a source")
+        draft.note("no equivalent", key, f"{name}: {source[name]!r} has no equivalent in a source")
 
 
 _FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".bin")

@@ -49,7 +49,7 @@ def tokenize_records(items: Iterable[ParsedRecord], chunk: Chunk, renderer: Item
         rendered = iter(renderer.render_items(texts))
         for item in batch:
             if isinstance(item, FilteredRecord):
-                chunk.drop(item.reason, item.origin, "where is false for it")
+                chunk.drop(item.reason, item.origin, "the filter `where` excludes it")
             elif isinstance(item, BadRecord):
                 _drop_or_raise(item.reason, item.explanation, item.origin, chunk, config)
             elif isinstance(item, TokenizedDocument) and int(item.ids.max(initial=0)) >= chunk.vocabulary_size:

@@ -150,7 +150,7 @@ def _read_names(file: Path, find: Callable[[Any], Any]) -> list[str]:
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) and _is_plain_name(name) for name in names):
         raise WhetError(
-            f"data.sources: {file}: it does not name the files beside it. Copy or download the folder again"
+            f"data.sources: {file}: it does not list the files next to it. Copy or download the folder again"
         )
     return names
 
@@ -219,7 +219,7 @@ def _reject_other_files(name: str, suffix: str, head: bytes) -> None:
         if suffix in (".docx", ".odt", ".pages", ".pptx"):
             raise WhetError(
                 f"data.sources: {name}: the file is a document. Save its text as .txt to train on every word; "
-                "questions and answers belong into a table: .xlsx or CSV UTF-8"
+                "questions and answers belong in a table: .xlsx or CSV UTF-8"
             )
         raise WhetError(f"data.sources: {name}: the file is a zip archive. Unpack it, and give the files in it")
     if suffix != ".txt" and head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
@@ -263,7 +263,7 @@ def _open_by_suffix(name: str, path: Path, source: Source, suffix: str, head: by
     if suffix not in _JSONL_SUFFIXES and not _may_be_json(name, path):
         raise WhetError(
             f"data.sources: {name}: whet does not read files of this kind. Write questions and answers as JSON Lines "
-            "(.jsonl) or CSV; name a text .txt to train on every word of it"
+            "(.jsonl) or CSV; to train on every word of a text, name its file .txt"
         )
     if _is_array_in_lines(name, path):
         array = JsonArrayFile(name, path)

@@ -60,8 +60,8 @@ def _require_answer(record: Mapping[str, Any], name: str) -> Any:
     if isinstance(answer, list) and answer and all(isinstance(each, str) for each in answer):
         raise BadRecordError(
             "several answers",
-            f"{name!r} is a list of {len(answer)} answers, as preference data have it. Keep one, as text, or "
-            "write a record for each",
+            f"{name!r} is a list of {len(answer)} answers, as in preference data. Keep one, as text, or write a "
+            "record for each",
         )
     return answer
 

@@ -245,8 +245,8 @@ def _describe_tensors(file: Path, dtype: ExportDtype) -> dict[str, Any]:
     if fallbacks:
         found["fell_back"] = dict(fallbacks)
         found["fell_back_because"] = (
-            f"rows of {', '.join(map(str, sorted(widths)))} weights are no multiple of the {_K_BLOCK} that "
-            f"{dtype.name} groups; that is usual for this size"
+            f"rows of {', '.join(map(str, sorted(widths)))} weights are not a multiple of the {_K_BLOCK} that "
+            f"{dtype.name} groups, which is usual for models of this size"
         )
     return found
 

@@ -114,12 +114,12 @@ def require_language_model(config: Any) -> None:
     other = next((name for name in saved if name.endswith(_OTHER_HEADS)), None)
     if other is not None:
         raise WhetError(
-            f"model.path: config.json says that this is a {other}, which predicts no next token, so it cannot answer. "
-            "Use a causal language model (…ForCausalLM)"
+            f"model.path: config.json says that this is a {other}, which does not predict the next token, so it cannot "
+            "answer. Use a causal language model (…ForCausalLM)"
         )
     if saved and getattr(config, "is_encoder_decoder", False) and not any("CausalLM" in name for name in saved):
         raise WhetError(
-            f"model.path: this is an encoder-decoder model ({saved[0]}), and whet trains decoders alone. Use a causal "
+            f"model.path: this is an encoder-decoder model ({saved[0]}), and whet trains only decoders. Use a causal "
             "language model (…ForCausalLM)"
         )
     is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -174,8 +174,8 @@ def _require_matching_weights(model: nn.Module, found: dict[str, Any], path: str
     """Compare the names and shapes of a model's weights with those in its files."""
     for name, in_file, in_model in sorted(found["mismatched_keys"]):
         raise WhetError(
-            f"model.path: {path}: {name} has the shape {list(in_file)} in the weight files and {list(in_model)} by "
-            "config.json. Check that they belong together"
+            f"model.path: {path}: {name} has the shape {list(in_file)} in the weight files, but {list(in_model)} "
+            "according to config.json. Check that they belong together"
         )
     missing = sorted(found["missing_keys"])
     if missing:
@@ -192,13 +192,13 @@ def report_left_out_weights(model: nn.Module, extra: Sequence[str], path: str) -
     owned = [name for name in extra if _has_weights(modules.get(name.rpartition(".")[0]))]
     if owned:  # such as a bias: the model would compute otherwise than the one that was saved
         raise WhetError(
-            f"model.path: {path}: by config.json, layers have no such weights as are in the files "
+            f"model.path: {path}: according to config.json, some layers lack weights that the files contain "
             f"({', '.join(owned[:3])}{' …' if len(owned) > 3 else ''}). Check that they belong together"
         )
     if extra:
         warn(
-            f"model.path: {path}: {len(extra)} weights of the files are not part of {type(model).__name__} by "
-            f"config.json and are left out ({', '.join(extra[:3])}{' …' if len(extra) > 3 else ''})"
+            f"model.path: {path}: {len(extra)} weights in the files are not part of {type(model).__name__} according "
+            f"to config.json, and are left out ({', '.join(extra[:3])}{' …' if len(extra) > 3 else ''})"
         )
 
 

@@ -30,7 +30,7 @@ def locate_model(path: str) -> str:
         if (folder / "adapter_config.json").exists():
             if any(True for name in _WEIGHT_FILES for _ in folder.glob(name)):
                 raise WhetError(
-                    f"model.path: {path}: the folder has an adapter beside its weights, and transformers would load "
+                    f"model.path: {path}: the folder has an adapter next to its weights, and transformers would load "
                     "both. Remove adapter_config.json to use the model without it, or merge them: whet merge"
                 )
             raise WhetError(
@@ -174,7 +174,7 @@ def _undownloaded_file(folder: Path) -> str | None:
                 if begin.startswith(b"version https://git-lfs"):
                     return f"{file}: a pointer of Git LFS, not the file itself. Fetch it: git lfs pull"
                 if begin.startswith((b"<html", b"<!doctype")):
-                    return f"{file}: a web page, as of a failed download. Download the file again"
+                    return f"{file}: a web page, probably from a failed download. Download the file again"
     return None
 
 
@@ -233,7 +233,7 @@ def require_certified_files(folder: Path) -> None:
         raise WhetError(f"{folder / changed[0]}: missing or altered since the export (hash mismatch). {_EXPORT_AGAIN}")
 
 
-_EXPORT_AGAIN = f"Export the model again; if you changed it on purpose, delete {_CERTIFICATE} beside it"
+_EXPORT_AGAIN = f"Export the model again; if you changed it on purpose, delete {_CERTIFICATE} next to it"
 
 _PREFETCH_BYTES = 2**26
 

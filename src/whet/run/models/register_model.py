@@ -25,7 +25,7 @@ def add_model(name: str, reference: str, run: Path | None = None) -> ModelVersio
     """Add the export of a run (RUN, RUN@STEP, RUN@best, RUN@latest), or any folder with a certificate, as a new version
     of a model. `run`: the run that such a folder was exported from."""
     if parse_reference(name)[1] is not None:
-        raise WhetError(f"{name}: whet numbers the versions. Give the name alone: {name.partition('@')[0]}")
+        raise WhetError(f"{name}: whet numbers the versions. Give only the name: {name.partition('@')[0]}")
     folder = resolve_path(_find_export(reference))
     certificate = _read_certificate(folder)
     info(f"checking the files of {folder}")
@@ -138,7 +138,7 @@ def _read_certificate(folder: Path) -> dict[str, Any]:
     if not _is_loadable(folder):
         raise WhetError(
             f"{folder}: an export of kind {certificate['kind']}, which whet does not load, so models:NAME would not "
-            "work. Add the merged export of the same step, and keep this one beside it"
+            "work. Add the merged export of the same step, and keep this one next to it"
         )
     return certificate
 
