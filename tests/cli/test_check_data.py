@@ -52,7 +52,7 @@ def test_nearly_the_same_question_with_another_answer(check: Any, write: Any) ->
     check().passed()  # the same answer
     write(price, asks("What does shipping to Bonn cost? Thank you!", "It costs 9 euros."), good=range(40))
     found = check()
-    found.warning("answers", "2 of 42 conversations", f"such as {file}:1 and {file}:2", "keep one answer")
+    found.warning("answers", "2 of 42 conversations", f"such as {file}:1 and {file}:2", "keep one")
     write(price, asks("What does shipping to Ulm cost? Thank you!", "It costs 9 euros."), good=range(40))
     check().passed()
     both = (asks("Is this a good review? Loved it!", "Yes."), asks("Is this a good review? Hated it!", "No."))

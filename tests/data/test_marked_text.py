@@ -338,7 +338,7 @@ def test_a_fast_tokenizer_encodes_the_spans_too(chatml: PreTrainedTokenizerFast)
 
 def test_a_token_that_strips_its_neighbours_is_refused_as_marker(chatml: PreTrainedTokenizerFast) -> None:
     chatml.add_special_tokens({"pad_token": AddedToken("<|pad|>", rstrip=True)})
-    with pytest.raises(WhetError, match=r"beside <\|pad\|> other ids"):
+    with pytest.raises(WhetError, match=r"next to <\|pad\|> different ids"):
         FastTokenizerEncoder(chatml).check_markers([chatml.pad_token_id])
 
 

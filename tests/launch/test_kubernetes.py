@@ -208,7 +208,7 @@ def test_nothing_is_submitted(whet: Any, recipe: str) -> None:
     for words in (["--wait"], ["--chain", "2"], ["--notebook"], ["--", "eval", "runs/my"]):
         ended = whet("launch", recipe, "--on", "kubernetes", "--dry-run", IMAGE, "launch.gpus=1", *words)
         assert ended.code == 2
-        assert "takes a recipe alone" in ended.err
+        assert "takes only a recipe" in ended.err
     printed = whet("launch", recipe, "--on", "kubernetes", "--dry-run", IMAGE, "launch.gpus=1")
     assert printed.code == 0
     as_json = whet("launch", recipe, "--on", "kubernetes", "--dry-run", IMAGE, "launch.gpus=1", "--json")

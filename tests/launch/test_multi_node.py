@@ -114,4 +114,4 @@ def test_machines_with_other_data_are_refused(on_all: Any, tmp_path: Path) -> No
     assert [code for code, _, _ in ends] == [1, 1], ends
     for _, _, err in ends:
         assert "the train data on host" in err
-        assert "their prepared stores hold other conversations" in err
+        assert "their prepared stores hold different conversations" in err

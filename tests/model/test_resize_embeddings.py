@@ -96,10 +96,10 @@ def test_the_address_of_prepared_data_follows_the_tokens() -> None:
 def test_sharded_weights_have_rows_for_added_tokens() -> None:
     config = ModelConfig(path="builtin:tiny", add_tokens=NEW)
     whole: Any = load_model(config, torch.float32)
-    hollow, source = load_placeholder_model(config, torch.float32)
+    placeholder, source = load_placeholder_model(config, torch.float32)
     name = "model.embed_tokens.weight"
     rows = len(whole.get_input_embeddings().weight)
-    assert dict(hollow.named_parameters())[name].shape[0] == rows
+    assert dict(placeholder.named_parameters())[name].shape[0] == rows
     assert torch.equal(source.read_rows(name, rows - 2, rows), whole.get_input_embeddings().weight[-2:])
 
 

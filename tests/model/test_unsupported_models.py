@@ -97,7 +97,7 @@ def test_a_document_longer_than_a_table_of_positions_is_an_error(kind: str, room
     attention.install_backend(model, "sdpa")
     choose_packing(LossModel(model), VOCABULARY, room or 65)  # rotary embeddings have no table
     if room is not None:
-        with pytest.raises(WhetError, match=rf"data\.max_length: .* 65 tokens, .* has positions for {room} alone"):
+        with pytest.raises(WhetError, match=rf"data\.max_length: .* 65 tokens, .* has positions for only {room}"):
             choose_packing(LossModel(model), VOCABULARY, room + 1)
 
 
@@ -105,7 +105,7 @@ def test_a_document_longer_than_a_table_of_positions_is_an_error(kind: str, room
 def test_a_table_of_positions_that_is_trained_is_still_one(settings: dict[str, Any]) -> None:
     model = unwrap_peft(add_adapter(tiny_model("gpt2"), AdapterConfig(rank=2, **settings), seed=0))
     attention.install_backend(model, "sdpa")
-    with pytest.raises(WhetError, match=r"data\.max_length: .* 65 tokens, .* has positions for 64 alone"):
+    with pytest.raises(WhetError, match=r"data\.max_length: .* 65 tokens, .* has positions for only 64"):
         choose_packing(LossModel(model), VOCABULARY, 65)
 
 
@@ -151,7 +151,7 @@ _LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12345\n"
 DAMAGES: dict[str, tuple[Any, str]] = {
     "a weight of another shape": (
         lambda folder: edit_weights(folder, **{f"{_LAYER}weight": torch.ones(56, 64)}),
-        r"layers\.0\.self_attn\.q_proj\.weight has the shape \[56, 64\] in the weight files and \[64, 64\] by config",
+        r"layers\.0\.self_attn\.q_proj\.weight has the shape \[56, 64\] in the weight files, but \[64, 64\] according",
     ),
     "a bias that the config denies": (
         lambda folder: edit_weights(folder, **{f"{_LAYER}bias": torch.ones(64)}),
@@ -210,7 +210,8 @@ def test_weights_that_the_model_has_no_place_for_are_named(folder: Path, capsys:
     edit_config(folder, num_hidden_layers=1)
     load_model(ModelConfig(path=str(folder)), "auto")
     printed = capsys.readouterr().err
-    assert "9 weights in the files are not part of LlamaForCausalLM according to config.json, and are left" in printed
+    assert "weights that are not part of LlamaForCausalLM according to config.json, and that are left out:" in printed
+    assert printed.endswith(" and 6 more\n")
 
 
 def test_a_stop_token_that_is_no_number_is_an_error(folder: Path) -> None:

@@ -85,6 +85,6 @@ def test_adapters_are_computed_together_with_layers_in_8_bits(
         return scaled_matmul(*given, **settings)
 
     monkeypatch.setattr(frozen_weight, "scaled_matmul", spy)
-    monkeypatch.setattr(cuda_graphs, "_LAUNCH_BOUND_S", 0.0)  # what is recorded is asked for once
+    monkeypatch.setattr(cuda_graphs, "_LAUNCH_BOUND_S", 0.0)  # no CUDA graphs, in which the spy would be called once
     _run(tmp_path / "fp8", wide, "train.precision=fp8", "adapter.rank=16", "train.steps=2")
     assert len(products) >= 2 * 2 * (5 + 4)  # steps, layers, forward and back; where nothing is trained, not back

@@ -69,7 +69,7 @@ def test_a_chat_s_prompt_is_what_training_had_before_the_answer(
         assert ids[: len(prompt)] == prompt
         assert set(loss[len(prompt) :]) == {1}, "all that follows the prompt is the answer, its marker and the end"
         assert loss[len(prompt) - 1] == 0
-        (other,) = chat.encode_layouts([chat.layout(conversation)])  # the other road: the template, dyed
+        (other,) = chat.encode_layouts([chat.layout(conversation)])  # by sentinels in the template
         assert isinstance(other, Rendered)
         assert other.ids.tolist() == ids
         assert other.loss.tolist() == [*loss[:-1], 0], "by a template, what follows the end of turn is not learned"

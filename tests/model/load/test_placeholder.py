@@ -43,7 +43,7 @@ def test_a_placeholder_model_takes_no_memory_and_keeps_computed_buffers() -> Non
 
 
 def test_scalars_and_buffers_come_from_the_files(tmp_path: Path) -> None:
-    """Gemma 4 keeps a buffer of one number in each layer's weights; a single number cannot be hollow."""
+    """Gemma 4 keeps a buffer of one number in the weights of each layer, which no placeholder can stand for."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     shape = Gemma4TextConfig(
@@ -56,8 +56,8 @@ def test_scalars_and_buffers_come_from_the_files(tmp_path: Path) -> None:
             buffer.fill_(0.25)
     model.save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path))
-    hollow, whole = load_placeholder_model(config, torch.float32)[0], load_model(config, torch.float32)
-    ours, theirs = dict(hollow.named_buffers()), dict(whole.named_buffers())
+    placeholder, whole = load_placeholder_model(config, torch.float32)[0], load_model(config, torch.float32)
+    ours, theirs = dict(placeholder.named_buffers()), dict(whole.named_buffers())
     assert any(name.endswith("layer_scalar") for name in ours)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -88,10 +88,10 @@ def test_a_head_of_its_own_is_not_tied_by_config_json(tmp_path: Path, capsys: py
     model than the one that was trained, and so would its export."""
     head = 1.5 * load_file(builtin_folder("builtin:tiny") / "model.safetensors")["model.embed_tokens.weight"]
     config = copy_tiny(tmp_path, lm_head__weight=head)
-    hollow, source = load_placeholder_model(config, torch.float32)
+    placeholder, source = load_placeholder_model(config, torch.float32)
     assert "config.json ties lm_head.weight to the embedding" in capsys.readouterr().err
     assert torch.equal(source.read_rows("lm_head.weight", 0, len(head)), head)
-    for model in (hollow, load_model(config, torch.float32)):
+    for model in (placeholder, load_model(config, torch.float32)):
         assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
         assert not model.config.tie_word_embeddings
         model.resize_token_embeddings(len(head) + 8)
@@ -101,9 +101,11 @@ def test_a_head_of_its_own_is_not_tied_by_config_json(tmp_path: Path, capsys: py
 def test_weights_that_the_model_has_no_place_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = copy_tiny(tmp_path / "layer", model__layers__9__mlp__up_proj__weight=torch.ones(4, 4))
     assert isinstance(load_placeholder_model(config, torch.float32)[1], SafetensorsSource)
-    assert "1 weights of the files are not part of LlamaForCausalLM" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "weights that are not part of LlamaForCausalLM according to config.json" in printed
+    assert printed.endswith("and that are left out: model.layers.9.mlp.up_proj.weight\n")
     config = copy_tiny(tmp_path / "bias", model__layers__0__self_attn__q_proj__bias=torch.ones(64))
-    with pytest.raises(WhetError, match=r"layers have no such weights as are in the files \(.*q_proj\.bias\)"):
+    with pytest.raises(WhetError, match=r"some layers lack weights that the files contain \(.*q_proj\.bias\)"):
         load_placeholder_model(config, torch.float32)
     config = copy_tiny(tmp_path / "old", model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
     load_placeholder_model(config, torch.float32)
@@ -121,11 +123,12 @@ def copy_tiny(folder: Path, **weights: torch.Tensor) -> ModelConfig:
 
 
 def test_adapters_of_a_placeholder_model_start_like_those_of_a_real_one() -> None:
-    hollow = add_adapter(load_placeholder_model(TINY, torch.float32)[0], AdapterConfig(rank=4), 3)
+    placeholder = add_adapter(load_placeholder_model(TINY, torch.float32)[0], AdapterConfig(rank=4), 3)
     real = add_adapter(load_model(TINY, torch.float32), AdapterConfig(rank=4), 3)
-    move_real_tensors_(hollow, torch.device("cpu"))
+    move_real_tensors_(placeholder, torch.device("cpu"))
     ours, theirs = (
-        {name: weight for name, weight in model.named_parameters() if weight.requires_grad} for model in (hollow, real)
+        {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        for model in (placeholder, real)
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

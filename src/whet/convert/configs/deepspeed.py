@@ -263,8 +263,8 @@ def include(draft: Draft, key: str) -> None:
         name = draft.text(key) or ""
         path = find_file(name, draft.file.parent)
         if path is None:
-            draft.note("decide", key, f"{name} was not found next to {draft.file.name}. Import it onto the result: whet "
-                       "import config deepspeed FILE --onto RECIPE")  # fmt: skip
+            remedy = "Import it onto the result: whet import config deepspeed FILE --onto RECIPE"
+            draft.note("decide", key, f"{name} was not found next to {draft.file.name}. {remedy}")
             return
         tree = read_tree(path)
     if not isinstance(tree.value, dict):

@@ -196,9 +196,10 @@ def report_left_out_weights(model: nn.Module, extra: Sequence[str], path: str) -
             f"({', '.join(owned[:3])}{' …' if len(owned) > 3 else ''}). Check that they belong together"
         )
     if extra:
+        names = ", ".join(extra[:3]) + (f" and {len(extra) - 3:,} more" if len(extra) > 3 else "")
         warn(
-            f"model.path: {path}: {len(extra)} weights in the files are not part of {type(model).__name__} according "
-            f"to config.json, and are left out ({', '.join(extra[:3])}{' …' if len(extra) > 3 else ''})"
+            f"model.path: {path}: the files contain weights that are not part of {type(model).__name__} according to "
+            f"config.json, and that are left out: {names}"
         )
 
 
