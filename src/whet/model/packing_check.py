@@ -111,7 +111,7 @@ def _require_positions(model: nn.Module, longest: int) -> None:
     """Refuse documents with more tokens than the model has positions for. On a GPU, looking up one more ends the
     process; rotary embeddings have no such limit, nor has ALiBi but that of MPT."""
     others = tuple(f"{name}." for name in other_modalities(model))
-    config: Any = model.config  # type: ignore[union-attr]
+    config: Any = model.config
     rooms = [config.max_seq_len] if config.model_type == "mpt" else []
     for name, table in itertools.chain(model.named_modules(), model.named_buffers()):
         plain = name.partition(".base_layer")[0].partition(".original_module")[0]  # adapted, or trained whole by peft
