@@ -109,10 +109,8 @@ def read_trials(folder: Path) -> list[TrialResult]:
 
 def read_trial(frozen: FrozenTrial, search: Path) -> TrialResult:
     """A trial, with what its run folder tells."""
-    folder = search / trial_name(frozen.number)
-    if (
-        FOLDER in frozen.user_attrs and not folder.is_dir()
-    ):  # of a search elsewhere; a folder that was moved has its own
+    folder = search / trial_name(frozen.number)  # also if the search's folder was moved
+    if FOLDER in frozen.user_attrs and not folder.is_dir():  # a trial of another search in a shared study
         folder = Path(frozen.user_attrs[FOLDER])
     step, tokens = read_progress(folder)
     rungs = {rung: value for rung, value in sorted(frozen.intermediate_values.items()) if math.isfinite(value)}
