@@ -92,3 +92,21 @@ def test_a_header_that_merges_with_the_answer_falls_back_to_offsets() -> None:
             rendered(warm, conversation_of("Hi", answer)).loss.tolist()
             == rendered(cold, conversation_of("Hi", answer)).loss.tolist()
         )
+
+
+@pytest.mark.parametrize("answer", ["[e~", "Yes [e~", "[e", "[", "Yes["])
+def test_text_that_forms_a_marker_with_the_template_falls_back_to_offsets(answer: str) -> None:
+    """`[e~` and the end of turn `[e~[` are the token `[e~[`, then `e~[`: as many special tokens as without."""
+    template = CHATML.template.replace("<|im_start|>", "]~b]").replace("<|im_end|>", "[e~[")
+    tokenizer = small_tokenizer(template, ("]~b]", "[e~["), eos="[e~[")
+    warm, cold = Renderer(tokenizer, "assistant"), Renderer(tokenizer, "assistant", cached=False)
+    for _ in range(3):
+        rendered(warm, conversation_of("Hello", "Yes"))
+    assert warm.layout(conversation_of("Hi", "No")).fast_mask is not None
+    [ours], [full] = (renderer.render_items([conversation_of("Hi", answer)]) for renderer in (warm, cold))
+    if isinstance(full, Rendered):
+        assert isinstance(ours, Rendered)
+        assert ours.loss.tolist() == full.loss.tolist()
+    else:
+        assert str(ours) == str(full)
+    assert isinstance(full, Rendered) == (not answer.endswith("[e~"))

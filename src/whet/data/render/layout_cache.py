@@ -168,6 +168,21 @@ def build_fast_mask(
     return FastMask(tuple(spans), len(found))
 
 
+def _straddling_markers(layout: CachedLayout, markers: Sequence[str]) -> set[str]:
+    """The markers that a text can form with the literal beside it: `[e~` before the literal `[e~[` is the marker
+    `[e~[`, followed by `e~[`, and counting special tokens does not tell."""
+    found: set[str] = set()
+    for literal in filter(None, set(layout.literals[1:])):
+        for marker in (marker for marker in markers if literal[0] in marker[1:]):
+            ends = [marker[i:] for i in range(1, len(marker))]
+            found.update([marker] * any(end.startswith(literal) or literal.startswith(end) for end in ends))
+    for literal in filter(None, set(layout.literals[:-1])):
+        for marker in (marker for marker in markers if literal[-1] in marker[:-1]):
+            starts = [marker[:i] for i in range(1, len(marker))]
+            found.update([marker] * any(start.endswith(literal) or literal.endswith(start) for start in starts))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _CacheEntry:
     layout: CachedLayout
@@ -189,10 +204,11 @@ class LayoutCache:
         train_on: str,
         special: re.Pattern[str],
         encode: Callable[[str], Sequence[int]],
+        markers: Sequence[str] = (),
     ) -> None:
-        """`special` finds special tokens in a text; `encode` gives the ids of a text."""
+        """`special` finds special tokens in a text; `encode` gives the ids of a text; `markers`: all added tokens."""
         self._template, self._content_parts, self._supervise_all = template, content_parts, train_on == "all"
-        self._special, self._encode = special, encode
+        self._special, self._encode, self._markers = special, encode, markers
         self._entries: dict[Any, _CacheEntry | None] = {}
         self._hits: dict[Any, int] = {}
 
@@ -238,6 +254,9 @@ class LayoutCache:
             self._entries[key] = None
             return
         fast_mask = None if self._supervise_all else build_fast_mask(cached, self._special, self._encode)
+        if fast_mask is not None:
+            guards.searched.update(_straddling_markers(cached, self._markers))
+            is_safe = guards.predicate()
         assert layout.template_special_tokens is not None
         self._entries[key] = _CacheEntry(
             cached, layout.template_special_tokens, layout.missing_prefills, layout.prompt_differs, fast_mask, is_safe

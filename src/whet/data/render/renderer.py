@@ -118,7 +118,7 @@ class Renderer:
         if cached:
             self._layout_cache = LayoutCache(
                 self.text.chat_template, self.text.content_parts, train_on, self._markers.special_pattern,
-                lambda text: self._backend.encode(text, add_special_tokens=False).ids,
+                lambda text: self._backend.encode(text, add_special_tokens=False).ids, list(self._markers.ids),
             )  # fmt: skip
 
     def render_items(self, items: Sequence[Conversation | PlainText | MarkedText]) -> list[Rendered | BadRecordError]:
