@@ -18,7 +18,7 @@ import numpy as np
 from whet.core.errors import BadRecordError
 from whet.data.conversation import CALCULATOR_SCHEMA, Conversation, Message
 from whet.data.render.layout_cache import REASONING_TAG, Layout, LayoutCache, Span
-from whet.data.render.sentinels import SentinelMessages, SentinelRendering, text_slots
+from whet.data.render.sentinels import SHOWN_CHARACTERS, SentinelMessages, SentinelRendering, text_slots
 from whet.data.render.shared_prefix import common_prefix_length
 from whet.data.render.template_text import PROBE, TemplateText, Tools
 from whet.tokenizer.named_templates import INLINE_CALL_TOKENS
@@ -165,10 +165,11 @@ class LayoutFinder:
                 f"{self._header_remedy()}",
             )
         if not header:
+            given, written = (each[same : same + SHOWN_CHARACTERS] for each in (prompt, text))
             raise BadRecordError(
                 "no common header",
                 f"the chat template starts message {turn + 1} differently from its generation prompt, which has "
-                f"{prompt[same : same + _SHOWN]!r} where the message has {text[same : same + _SHOWN]!r}",
+                f"{given!r} where the message has {written!r}",
             )
         return header
 
@@ -250,7 +251,6 @@ class LayoutFinder:
 
 _REASONING_PREFILL = re.compile(rf"\s*((?:{REASONING_TAG.pattern})\s*)+$", re.IGNORECASE)
 """What opens reasoning at the end of a generation prompt, such as `<think>⏎`; a turn without reasoning has it not."""
-_SHOWN = 40  # characters of a text in a message
 
 
 def _with_whitespace_of(header: str, prompt: str) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Message
+from whet.data.render.shared_prefix import common_prefix_length
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,6 +27,8 @@ _SENTINELS = LAST_SENTINEL - FIRST_SENTINEL + 1
 
 TOO_LONG_TO_MASK = "too long to mask"
 """The ledger's reason for a conversation with more characters than there are sentinels."""
+
+SHOWN_CHARACTERS = 40  # of a text in an error message
 
 TextTransform = Callable[[str, str], str]
 """(text, kind) → text; the kind is reasoning, content, name or value."""
@@ -148,9 +151,14 @@ class SentinelMessages:
         positions = np.flatnonzero(_is_sentinel(codes))
         sources = codes[positions] - FIRST_SENTINEL
         codes[positions] = self._originals[sources]
-        if _from_code_points(codes) != text:
+        restored = _from_code_points(codes)
+        if restored != text:
+            same = common_prefix_length(restored, text)
+            written, given = (each[same : same + SHOWN_CHARACTERS] for each in (text, restored))
             raise BadRecordError(
-                "template rewrites", "the chat template changes the text of a message, so no exact mask exists"
+                "template rewrites",
+                f"the chat template changes the text of a message: it writes {written!r} instead of {given!r}, so no "
+                "exact mask exists",
             )
         times = np.bincount(sources, minlength=len(self._originals))
         if ((times > 1) & ~self._may_repeat).any():
