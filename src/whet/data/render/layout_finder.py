@@ -196,7 +196,8 @@ class LayoutFinder:
             answered = self._template.render_or_none([*messages, self._question], tools)
             if answered is not None:
                 shared = shared[: common_prefix_length(shared, sentinels.tail(answered).lstrip())]
-        markers = list(self._markers.pattern.finditer(shared))
+        found = self._markers.pattern.finditer(after)  # in `shared`, the last one could be cut in two
+        markers = list(itertools.takewhile(lambda marker: marker.end() <= len(shared), found))
         if "tool_calls" in messages[turn] or not sentinels.has_answer(turn):
             # the marker that closes a call or reasoning does not end the turn, unless the call is inline
             ends = (self.end_of_turn_marker(tools), INLINE_CALL_TOKENS[1])
