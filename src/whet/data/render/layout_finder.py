@@ -205,9 +205,11 @@ class LayoutFinder:
         if markers:
             end = markers[0 if may_prompt else -1]
             return respaced + end.start(), respaced + end.end()
-        own, met = self._markers.pattern.match(tail), self._markers.pattern.match(following)
+        edge = sentinels.whitespace_at_end(turn)
+        edge = edge if tail.startswith(edge) and following.startswith(edge) else ""
+        own, met = (self._markers.pattern.match(each, len(edge)) for each in (tail, following))
         if own and met and own.group() != met.group() and not may_prompt:
-            return 0, 0  # the template rewrites the ends of earlier turns
+            return len(edge), len(edge)  # the template rewrites the ends of earlier turns
         raise BadRecordError(
             "no end of turn",
             f"the chat template writes no end-of-turn token after message {turn + 1}, so the model could not learn to "

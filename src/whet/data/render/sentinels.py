@@ -198,6 +198,11 @@ class SentinelMessages:
         contents = (slot.text for slot in self._slots if slot.message == message and slot.kind == "content")
         return any(text[_inline_reasoning_length(text, old=True) :].strip() for text in contents)
 
+    def whitespace_at_end(self, message: int) -> str:
+        """The whitespace that the last text of a message ends with."""
+        text = next((slot.text for slot in reversed(self._slots) if slot.message == message), "")
+        return text[len(text.rstrip()) :]
+
     @staticmethod
     def tail(sentinel_text: str) -> str:
         """What follows the last sentinel that occurs for the first time."""
