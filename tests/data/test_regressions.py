@@ -74,6 +74,16 @@ def test_an_answer_of_template_constants_is_not_empty(answer: str) -> None:
     assert supervised_text(tokenizer, render(tokenizer, [("user", "a"), ("assistant", answer)])) == f" {answer} </s>"
 
 
+def test_an_answer_of_template_constants_is_learned_beside_text_that_the_template_searches() -> None:
+    """`</think>` makes this template branch, so constants of the template are not replaced: `user` is one."""
+    template = CHATML_TEMPLATE.replace(
+        "m['content'] +", "(m['content'].split('</think>')[-1] if m.role != 'user' else m['content']) +"
+    )
+    tokenizer = small_tokenizer(template, CHATML.markers, eos="<|im_end|>")
+    turns = [("user", "a"), ("assistant", "<think>r</think>b"), ("user", "c"), ("assistant", "user")]
+    assert supervised_text(tokenizer, render(tokenizer, turns)) == "b<|im_end|>¦user<|im_end|>"
+
+
 @pytest.mark.parametrize("expression", ["1 // 0", "range(10**9) | list", "'{}{}'.format(1)", "cycler().next()"])
 def test_a_template_that_fails_in_any_way_is_refused(expression: str) -> None:
     tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("m['content']", f"m['content'] ~ ({expression})"))

@@ -123,13 +123,15 @@ class SentinelMessages:
         if _is_sentinel(codes).any():
             raise BadRecordError("unassigned characters", "the text contains code points that Unicode does not assign")
         kept = _kept_characters(codes, texts, constants)
-        sentinels = np.where(kept, codes, np.arange(len(codes), dtype=np.uint32) + FIRST_SENTINEL)
         lengths = [len(text) for text in texts]
         self._originals = codes
         self._slots = slots
         self._slot_of = np.repeat(np.arange(len(texts)), lengths)
         self._message_of = np.repeat([slot.message for slot in slots], lengths).astype(np.int64)
         self._starts = np.cumsum([0, *lengths])
+        if constants is not None:
+            self._replace_answers_of_constants(messages, kept)
+        sentinels = np.where(kept, codes, np.arange(len(codes), dtype=np.uint32) + FIRST_SENTINEL)
         self._is_replaced = _is_sentinel(sentinels)
         self._is_droppable, self._may_repeat = np.zeros((2, len(codes)), dtype=bool)
         for slot, start in zip(slots, self._starts, strict=False):
@@ -140,6 +142,14 @@ class SentinelMessages:
         self.messages = [
             map_texts(message, lambda *_: next(replacements)).as_dict(content_parts) for message in messages
         ]
+
+    def _replace_answers_of_constants(self, messages: Sequence[Message], kept: NDArray[np.bool_]) -> None:
+        """An answer that consists of constants, such as `tool`, would leave no trace: only its whitespace is kept."""
+        leaving_traces = set(self._message_of[~kept].tolist())
+        for slot, (start, end) in zip(self._slots, itertools.pairwise(self._starts), strict=True):
+            is_answer = messages[slot.message].role == "assistant" and self.has_answer(slot.message)
+            if is_answer and slot.message not in leaving_traces:
+                kept[start:end] = np.isin(self._originals[start:end], _WHITESPACE_CODES)
 
     def verify(self, text: str, sentinel_text: str) -> SentinelRendering:
         """Prove that `sentinel_text`, the rendering of the sentinels, has the characters of `text` in the same places.
