@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -149,13 +149,15 @@ class FastMask:
 
 
 def build_fast_mask(
-    layout: CachedLayout, special: re.Pattern[str], encode: Callable[[str], Sequence[int]]
+    layout: CachedLayout, markers: re.Pattern[str], special: Container[str], encode: Callable[[str], Sequence[int]]
 ) -> FastMask | None:
-    """None unless each supervised turn has a special token before its header and ends with one."""
+    """None unless each supervised turn has a special token before its header and ends with one. `markers` finds all
+    added tokens, since one that is not special can contain one that is."""
     found = [
         (number, match.start(), match.end())
         for number, literal in enumerate(layout.literals)
-        for match in special.finditer(literal)
+        for match in markers.finditer(literal)
+        if match.group() in special
     ]
     spans = []
     for (first, start), (last, marker), (_, end) in layout.spans:
@@ -202,13 +204,14 @@ class LayoutCache:
         template: ChatTemplate,
         content_parts: bool,
         train_on: str,
-        special: re.Pattern[str],
+        markers: re.Pattern[str],
+        is_special: Mapping[str, bool],
         encode: Callable[[str], Sequence[int]],
-        markers: Sequence[str] = (),
     ) -> None:
-        """`special` finds special tokens in a text; `encode` gives the ids of a text; `markers`: all added tokens."""
+        """`markers` finds added tokens in a text; `is_special` has all of them; `encode` gives the ids of a text."""
         self._template, self._content_parts, self._supervise_all = template, content_parts, train_on == "all"
-        self._special, self._encode, self._markers = special, encode, markers
+        self._markers, self._all_markers, self._encode = markers, list(is_special), encode
+        self._special = {text for text, special in is_special.items() if special}
         self._entries: dict[Any, _CacheEntry | None] = {}
         self._hits: dict[Any, int] = {}
 
@@ -253,9 +256,11 @@ class LayoutCache:
         if cached is None:
             self._entries[key] = None
             return
-        fast_mask = None if self._supervise_all else build_fast_mask(cached, self._special, self._encode)
+        fast_mask = None
+        if not self._supervise_all:
+            fast_mask = build_fast_mask(cached, self._markers, self._special, self._encode)
         if fast_mask is not None:
-            guards.searched.update(_straddling_markers(cached, self._markers))
+            guards.searched.update(_straddling_markers(cached, self._all_markers))
             is_safe = guards.predicate()
         assert layout.template_special_tokens is not None
         self._entries[key] = _CacheEntry(
