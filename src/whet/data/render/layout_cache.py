@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -170,19 +171,35 @@ def build_fast_mask(
     return FastMask(tuple(spans), len(found))
 
 
-def _straddling_markers(layout: CachedLayout, markers: Sequence[str]) -> set[str]:
+def _straddling_markers(layout: CachedLayout, markers: tuple[str, ...]) -> set[str]:
     """The markers that a text can form with the literal beside it: `[e~` before the literal `[e~[` is the marker
     `[e~[`, followed by `e~[`, and counting special tokens does not tell."""
-    found: set[str] = set()
-    for literal in filter(None, set(layout.literals[1:])):
-        for marker in (marker for marker in markers if literal[0] in marker[1:]):
-            ends = [marker[i:] for i in range(1, len(marker))]
-            found.update([marker] * any(end.startswith(literal) or literal.startswith(end) for end in ends))
-    for literal in filter(None, set(layout.literals[:-1])):
-        for marker in (marker for marker in markers if literal[-1] in marker[:-1]):
-            starts = [marker[:i] for i in range(1, len(marker))]
-            found.update([marker] * any(start.endswith(literal) or literal.endswith(start) for start in starts))
-    return found
+    after, before = (set(literals) - {""} for literals in (layout.literals[1:], layout.literals[:-1]))
+    return {marker for literal in after for marker in _markers_ending_with(literal, markers)} | {
+        marker for literal in before for marker in _markers_starting_with(literal, markers)
+    }
+
+
+@lru_cache(maxsize=1024)  # structures share their literals, and some tokenizers have thousands of markers
+def _markers_ending_with(literal: str, markers: tuple[str, ...]) -> list[str]:
+    """The markers that can begin before a literal and end in it or after it."""
+    candidates = [marker for marker in markers if literal[0] in marker[1:]]
+    return [
+        marker
+        for marker in candidates
+        if any(literal.startswith(marker[i:]) or marker[i:].startswith(literal) for i in range(1, len(marker)))
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _markers_starting_with(literal: str, markers: tuple[str, ...]) -> list[str]:
+    """The markers that can begin in a literal or before it and end after it."""
+    candidates = [marker for marker in markers if literal[-1] in marker[:-1]]
+    return [
+        marker
+        for marker in candidates
+        if any(literal.endswith(marker[:i]) or marker[:i].endswith(literal) for i in range(1, len(marker)))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +227,7 @@ class LayoutCache:
     ) -> None:
         """`markers` finds added tokens in a text; `is_special` has all of them; `encode` gives the ids of a text."""
         self._template, self._content_parts, self._supervise_all = template, content_parts, train_on == "all"
-        self._markers, self._all_markers, self._encode = markers, list(is_special), encode
+        self._markers, self._all_markers, self._encode = markers, tuple(is_special), encode
         self._special = {text for text, special in is_special.items() if special}
         self._entries: dict[Any, _CacheEntry | None] = {}
         self._hits: dict[Any, int] = {}
