@@ -71,7 +71,9 @@ def test_tools_documents_and_special_tokens_are_there() -> None:
     assert ChatTemplate("{{ tools[0].a }}", {}).render(TALK, [{"a": 5}]) == "5"
 
 
-@pytest.mark.parametrize("call", ["strftime_now('%d %b %Y')", 'strftime_now( "%d %b %Y" )'])
+@pytest.mark.parametrize(
+    "call", ["strftime_now('%d %b %Y')", 'strftime_now( "%d %b %Y" )', "strftime_now(format='%d %b %Y')"]
+)
 def test_a_date_is_rendered_at_construction(call: str) -> None:
     chat = ChatTemplate(f"{{{{ {call} }}}}|{{{{ strftime_now('%Y') }}}}", {}, "2001-02-03")
     assert chat.render([]) == "03 Feb 2001|2001"
@@ -93,6 +95,7 @@ def test_a_date_format_that_is_not_constant_is_refused() -> None:
     with pytest.raises(BadRecordError) as refused:
         ChatTemplate("{% set f = '%Y' %}{{ strftime_now(f) }}", {}).render([])
     assert refused.value.reason == "template refuses"
+    assert "Write it there, such as strftime_now('%d %b %Y')" in str(refused.value)
 
 
 def test_constants_are_what_a_template_compares_with_or_searches_for() -> None:

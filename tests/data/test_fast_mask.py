@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from whet.data.conversation import Conversation, Message, Origin
 from whet.data.render.layout_cache import CachedLayout, FastMask, SpecialTokenSpan, build_fast_mask
@@ -13,7 +14,7 @@ from whet.data.render.renderer import CONTROL_TOKENS_IN_TEXT, Rendered, Renderer
 
 from .template_families import CHATML, small_tokenizer, tokenizer_of
 
-SPECIAL = re.compile("<A>|<B>")
+MARKERS = re.compile("<A>|<B>")
 IS_SPECIAL = np.array([True, True, False, False, False, False])  # <A> is 0, <B> is 1, other tokens are text
 
 
@@ -23,14 +24,14 @@ def encode(text: str) -> list[int]:
 
 def test_a_turn_is_located_by_the_special_tokens_around_it() -> None:
     layout = CachedLayout(("<A>u", "<B><A>ab", "<B>\n"), (0, 1), (((1, 8), (2, 0), (2, 3)),))
-    assert build_fast_mask(layout, SPECIAL, encode) == FastMask(
+    assert build_fast_mask(layout, MARKERS, ("<A>", "<B>"), encode) == FastMask(
         (SpecialTokenSpan(2, (ord("a"), ord("b")), 3, True),), 4
     )
 
 
 def test_an_end_that_is_not_supervised_is_excluded() -> None:
     layout = CachedLayout(("<A>", "<B>"), (0,), (((0, 3), (1, 0), (1, 0)),))
-    assert build_fast_mask(layout, SPECIAL, encode) == FastMask((SpecialTokenSpan(0, (), 1, False),), 2)
+    assert build_fast_mask(layout, MARKERS, ("<A>", "<B>"), encode) == FastMask((SpecialTokenSpan(0, (), 1, False),), 2)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_an_end_that_is_not_supervised_is_excluded() -> None:
     ],
 )
 def test_a_turn_without_special_tokens_around_it_has_no_fast_mask(layout: CachedLayout) -> None:
-    assert build_fast_mask(layout, SPECIAL, encode) is None
+    assert build_fast_mask(layout, MARKERS, ("<A>", "<B>"), encode) is None
 
 
 def test_tokens_between_header_and_end_are_supervised() -> None:
@@ -92,3 +93,33 @@ def test_a_header_that_merges_with_the_answer_falls_back_to_offsets() -> None:
             rendered(warm, conversation_of("Hi", answer)).loss.tolist()
             == rendered(cold, conversation_of("Hi", answer)).loss.tolist()
         )
+
+
+@pytest.mark.parametrize("answer", ["[e~", "Yes [e~", "[e", "[", "Yes["])
+def test_text_that_forms_a_marker_with_the_template_falls_back_to_offsets(answer: str) -> None:
+    """`[e~` and the end of turn `[e~[` are the token `[e~[`, then `e~[`: as many special tokens as without."""
+    template = CHATML.template.replace("<|im_start|>", "]~b]").replace("<|im_end|>", "[e~[")
+    tokenizer = small_tokenizer(template, ("]~b]", "[e~["), eos="[e~[")
+    warm, cold = Renderer(tokenizer, "assistant"), Renderer(tokenizer, "assistant", cached=False)
+    for _ in range(3):
+        rendered(warm, conversation_of("Hello", "Yes"))
+    assert warm.layout(conversation_of("Hi", "No")).fast_mask is not None
+    [ours], [full] = (renderer.render_items([conversation_of("Hi", answer)]) for renderer in (warm, cold))
+    if isinstance(full, Rendered):
+        assert isinstance(ours, Rendered)
+        assert ours.loss.tolist() == full.loss.tolist()
+    else:
+        assert str(ours) == str(full)
+    assert isinstance(full, Rendered) == (not answer.endswith("[e~"))
+
+
+def test_a_token_that_contains_the_end_of_turn_and_is_not_special_falls_back_to_offsets() -> None:
+    """Texts with as many special tokens as the longer ones hide must not take their place."""
+    tokenizer = small_tokenizer(CHATML.template, CHATML.markers, eos="<|im_end|>")
+    tokenizer.add_tokens([AddedToken("<|im_end|>\n", normalized=False)])
+    warm, cold = Renderer(tokenizer, "assistant"), Renderer(tokenizer, "assistant", cached=False)
+    rendered(warm, conversation_of("Hello", "Yes"))
+    text = conversation_of("a<|im_end|>b", "c<|im_end|>d")
+    ours, full = rendered(warm, text), rendered(cold, text)
+    assert ours.loss.tolist() == full.loss.tolist()
+    assert tokenizer.decode(ours.ids[ours.loss == 1]) == "c<|im_end|>d<|im_end|>\n"

@@ -10,8 +10,10 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from whet.core.errors import BadRecordError, WhetError
+from whet.data.conversation import Conversation, Origin
 from whet.data.prepare.store import Store
-from whet.data.render.renderer import Renderer
+from whet.data.render.renderer import Rendered, Renderer
+from whet.data.render.template_text import PROBE_TOOL
 
 from .conftest import write_store
 from .render_helpers import (
@@ -74,6 +76,16 @@ def test_an_answer_of_template_constants_is_not_empty(answer: str) -> None:
     assert supervised_text(tokenizer, render(tokenizer, [("user", "a"), ("assistant", answer)])) == f" {answer} </s>"
 
 
+def test_an_answer_of_template_constants_is_learned_beside_text_that_the_template_searches() -> None:
+    """`</think>` makes this template branch, so constants of the template are not replaced: `user` is one."""
+    template = CHATML_TEMPLATE.replace(
+        "m['content'] +", "(m['content'].split('</think>')[-1] if m.role != 'user' else m['content']) +"
+    )
+    tokenizer = small_tokenizer(template, CHATML.markers, eos="<|im_end|>")
+    turns = [("user", "a"), ("assistant", "<think>r</think>b"), ("user", "c"), ("assistant", "user")]
+    assert supervised_text(tokenizer, render(tokenizer, turns)) == "b<|im_end|>¦user<|im_end|>"
+
+
 @pytest.mark.parametrize("expression", ["1 // 0", "range(10**9) | list", "'{}{}'.format(1)", "cycler().next()"])
 def test_a_template_that_fails_in_any_way_is_refused(expression: str) -> None:
     tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("m['content']", f"m['content'] ~ ({expression})"))
@@ -97,6 +109,39 @@ def test_the_default_of_several_named_templates_is_used() -> None:
     tokenizer.chat_template = {"rag": "x", "tool": "y"}
     with pytest.raises(WhetError, match="multiple chat templates"):
         Renderer(tokenizer, "assistant")
+
+
+TOOL_USE = """{%- macro kind(schema) %}
+    {{- schema.type }}
+    {%- for part in (schema.properties or {}).values() %}{{ kind(part) }}{% endfor %}
+{%- endmacro %}
+{{ '<|im_start|>system\n' }}
+    {%- for tool in tools %}{{ kind(tool.function.parameters) }}{% endfor %}
+<|im_end|>
+"""
+
+
+@pytest.mark.parametrize("start", ["", "\n", "  ", "{# of a model #}\n"])
+@pytest.mark.parametrize("end", ["", "\n", "  ", "\n\n"])
+def test_conversations_with_tools_have_the_template_for_them(start: str, end: str) -> None:
+    """As in transformers, whitespace included. A recursive macro and what the templates set stay in their branch."""
+    tokenizer = small_tokenizer(None, CHATML.markers, eos="<|im_end|>")
+    templates = {name: f"{start}{text}{end}" for name, text in (("default", ""), ("tool_use", TOOL_USE))}
+    tokenizer.chat_template = {name: text + CHATML_TEMPLATE + end for name, text in templates.items()}
+    for train_on in ("all", "assistant"):
+        renderer = Renderer(tokenizer, train_on)
+        for tools in ((), (PROBE_TOOL,)):
+            conversation = Conversation(conversation_of(*TURNS).messages, Origin("here", 1), tools)
+            for prompt in (False, True):
+                dicts = renderer.text.as_dicts(conversation.messages)
+                wanted = tokenizer.apply_chat_template(
+                    dicts, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
+                )
+                assert ("objectstring" in wanted) == bool(tools)
+                assert renderer.text.apply(conversation.messages, tools, prompt) == wanted
+                assert renderer.text.render(dicts, tools, prompt) == wanted
+            if not end.strip("\n"):
+                assert isinstance(renderer.render_items([conversation])[0], Rendered)
 
 
 @pytest.mark.parametrize("name", ["tokens.idx", "tokens.bin", "loss.idx", "origin.npy", "targets.npy", "hashes.npy"])

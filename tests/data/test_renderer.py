@@ -279,6 +279,7 @@ def test_a_template_without_an_exact_end_of_turn_has_none() -> None:
 def test_a_template_that_uppercases_is_refused() -> None:
     error = refusal(chatml_with("m['content']", "m['content'] | upper"), ("user", "Hi"), ("assistant", "Yes"))
     assert error.reason == "template rewrites"
+    assert "it writes 'I<|im_end|>\\n<|im_start|>assistant\\nYES<|i' instead of 'i<|im_end|>" in str(error)
 
 
 def test_a_template_that_escapes_is_refused_only_where_it_changes_the_text() -> None:

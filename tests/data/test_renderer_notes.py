@@ -133,6 +133,21 @@ def test_a_rewritten_earlier_end_is_not_supervised() -> None:
     assert one(Renderer(tokenizer, "last"), conversation_of(*turns)).supervises_end
 
 
+def test_whitespace_that_ends_an_answer_is_learned_where_its_end_is_rewritten() -> None:
+    tokenizer = tokenizer_with(REWRITING, ("<|im_start|>", "<|im_end|>", "<|end|>"))
+    turns = [("user", "a"), ("assistant", "b\n"), ("user", "c"), ("assistant", "d\n\n")]
+    for _ in range(2):
+        rendered = one(Renderer(tokenizer, "assistant"), conversation_of(*turns))
+        assert supervised_text(tokenizer, rendered) == "b\n¦d\n\n<|im_end|>"
+
+
+def test_ends_that_begin_alike_are_different_ends() -> None:
+    """`<|` is a token, too."""
+    tokenizer = tokenizer_with(REWRITING, ("<|im_start|>", "<|im_end|>", "<|end|>", "<|"))
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    assert supervised_text(tokenizer, one(Renderer(tokenizer, "assistant"), conversation_of(*turns))) == "b¦d<|im_end|>"
+
+
 @pytest.mark.skipif(not TRL_TEMPLATES, reason="trl, whose template of gpt-oss is tried, is not installed")
 def test_gpt_oss_ends_earlier_turns_differently() -> None:
     renderer = next(template for template in TRL_TEMPLATES if template.name == "gptoss").renderer()

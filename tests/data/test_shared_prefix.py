@@ -77,3 +77,17 @@ def test_a_tokenizer_that_treats_the_first_word_differently_encodes_texts_whole(
     assert [encoded.ids for encoded in found] == [
         tokenizer.encode(text, add_special_tokens=False).ids for text in texts
     ]
+
+
+def test_texts_that_all_go_on_with_a_space_do_not_speak_for_those_that_do_not() -> None:
+    """SentencePiece puts a space before the first word of a text, unless there is one: the rest must not count as a
+    text of its own."""
+    vocabulary = {text: i for i, text in enumerate(["<unk>", "<A>", "▁", "a", "▁a"])}
+    backend = Tokenizer(models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.add_special_tokens(["<A>"])
+    start = "<A>a a a<A>"
+    encoder = SharedPrefixEncoder(backend, ["<A>"])
+    encoder.encode([start + " a", start + "  a"])
+    (found,) = encoder.encode([start + "a"])
+    assert found.ids == backend.encode(start + "a", add_special_tokens=False).ids

@@ -92,6 +92,20 @@ def test_the_file_has_the_fields_that_llama_cpp_reads(
     assert factors.max() == pytest.approx(8)  # low frequencies are divided by the factor
 
 
+def test_several_templates_are_kept_by_name(
+    random_model: Callable[..., Any], export_spec_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    from gguf import GGUFReader
+
+    tokenizer = load_tokenizer(ModelConfig(path="builtin:tiny"))
+    own = tokenizer.chat_template
+    tokenizer.chat_template = {"default": own, "tool_use": f"{{{{ tools | tojson }}}}{own}"}
+    certificate = write_export(export_spec_of(random_model("llama"), tokenizer=tokenizer), "gguf", tmp_path, PROBES)
+    fields = GGUFReader(tmp_path / next(iter(certificate.files))).fields
+    assert fields["tokenizer.chat_template"].contents() == own
+    assert gguf_tokenizer.read_templates(fields) == tokenizer.chat_template
+
+
 def tokenizer_of_numbers() -> Any:
     """A tokenizer with tokens of up to three digits, like Llama 3's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

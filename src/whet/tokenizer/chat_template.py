@@ -63,6 +63,13 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
+def _refuse_computed_date(*_: Any, **__: Any) -> NoReturn:
+    raise TemplateError(
+        "the format of its date is not written in the call, so the date cannot be fixed. Write it there, such as "
+        "strftime_now('%d %b %Y'): data.template=COPY.jinja"
+    )
+
+
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
@@ -85,7 +92,7 @@ def _make_environment(
     environment.filters["tojson"] = _tojson
     environment.filters["sum"] = _sum
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _raise_exception  # only tested for: calls are replaced by the date
+    environment.globals["strftime_now"] = _refuse_computed_date  # calls with a constant are replaced by the date
     return environment
 
 
@@ -172,7 +179,7 @@ class ChatTemplate:
         return tuple(sorted(found))
 
 
-_STRFTIME_CALL = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")
+_STRFTIME_CALL = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")
 
 
 def _with_fixed_date(template: str, today: str) -> str:

@@ -17,8 +17,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -149,13 +150,15 @@ class FastMask:
 
 
 def build_fast_mask(
-    layout: CachedLayout, special: re.Pattern[str], encode: Callable[[str], Sequence[int]]
+    layout: CachedLayout, markers: re.Pattern[str], special: Container[str], encode: Callable[[str], Sequence[int]]
 ) -> FastMask | None:
-    """None unless each supervised turn has a special token before its header and ends with one."""
+    """None unless each supervised turn has a special token before its header and ends with one. `markers` finds all
+    added tokens, since one that is not special can contain one that is."""
     found = [
         (number, match.start(), match.end())
         for number, literal in enumerate(layout.literals)
-        for match in special.finditer(literal)
+        for match in markers.finditer(literal)
+        if match.group() in special
     ]
     spans = []
     for (first, start), (last, marker), (_, end) in layout.spans:
@@ -166,6 +169,37 @@ def build_fast_mask(
         header = layout.literals[first][found[before[-1]][2] : start]
         spans.append(SpecialTokenSpan(before[-1], tuple(encode(header)) if header else (), after[0], marker < end))
     return FastMask(tuple(spans), len(found))
+
+
+def _straddling_markers(layout: CachedLayout, markers: tuple[str, ...]) -> set[str]:
+    """The markers that a text can form with the literal beside it: `[e~` before the literal `[e~[` is the marker
+    `[e~[`, followed by `e~[`, and counting special tokens does not tell."""
+    after, before = (set(literals) - {""} for literals in (layout.literals[1:], layout.literals[:-1]))
+    return {marker for literal in after for marker in _markers_ending_with(literal, markers)} | {
+        marker for literal in before for marker in _markers_starting_with(literal, markers)
+    }
+
+
+@lru_cache(maxsize=1024)  # structures share their literals, and some tokenizers have thousands of markers
+def _markers_ending_with(literal: str, markers: tuple[str, ...]) -> list[str]:
+    """The markers that can begin before a literal and end in it or after it."""
+    candidates = [marker for marker in markers if literal[0] in marker[1:]]
+    return [
+        marker
+        for marker in candidates
+        if any(literal.startswith(marker[i:]) or marker[i:].startswith(literal) for i in range(1, len(marker)))
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _markers_starting_with(literal: str, markers: tuple[str, ...]) -> list[str]:
+    """The markers that can begin in a literal or before it and end after it."""
+    candidates = [marker for marker in markers if literal[-1] in marker[:-1]]
+    return [
+        marker
+        for marker in candidates
+        if any(literal.endswith(marker[:i]) or marker[:i].endswith(literal) for i in range(1, len(marker)))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +221,14 @@ class LayoutCache:
         template: ChatTemplate,
         content_parts: bool,
         train_on: str,
-        special: re.Pattern[str],
+        markers: re.Pattern[str],
+        is_special: Mapping[str, bool],
         encode: Callable[[str], Sequence[int]],
     ) -> None:
-        """`special` finds special tokens in a text; `encode` gives the ids of a text."""
+        """`markers` finds added tokens in a text; `is_special` has all of them; `encode` gives the ids of a text."""
         self._template, self._content_parts, self._supervise_all = template, content_parts, train_on == "all"
-        self._special, self._encode = special, encode
+        self._markers, self._all_markers, self._encode = markers, tuple(is_special), encode
+        self._special = {text for text, special in is_special.items() if special}
         self._entries: dict[Any, _CacheEntry | None] = {}
         self._hits: dict[Any, int] = {}
 
@@ -237,7 +273,12 @@ class LayoutCache:
         if cached is None:
             self._entries[key] = None
             return
-        fast_mask = None if self._supervise_all else build_fast_mask(cached, self._special, self._encode)
+        fast_mask = None
+        if not self._supervise_all:
+            fast_mask = build_fast_mask(cached, self._markers, self._special, self._encode)
+        if fast_mask is not None:
+            guards.searched.update(_straddling_markers(cached, self._all_markers))
+            is_safe = guards.predicate()
         assert layout.template_special_tokens is not None
         self._entries[key] = _CacheEntry(
             cached, layout.template_special_tokens, layout.missing_prefills, layout.prompt_differs, fast_mask, is_safe

@@ -18,7 +18,7 @@ import numpy as np
 from whet.core.errors import BadRecordError
 from whet.data.conversation import CALCULATOR_SCHEMA, Conversation, Message
 from whet.data.render.layout_cache import REASONING_TAG, Layout, LayoutCache, Span
-from whet.data.render.sentinels import SentinelMessages, SentinelRendering, text_slots
+from whet.data.render.sentinels import SHOWN_CHARACTERS, SentinelMessages, SentinelRendering, text_slots
 from whet.data.render.shared_prefix import common_prefix_length
 from whet.data.render.template_text import PROBE, TemplateText, Tools
 from whet.tokenizer.named_templates import INLINE_CALL_TOKENS
@@ -165,10 +165,11 @@ class LayoutFinder:
                 f"{self._header_remedy()}",
             )
         if not header:
+            given, written = (each[same : same + SHOWN_CHARACTERS] for each in (prompt, text))
             raise BadRecordError(
                 "no common header",
                 f"the chat template starts message {turn + 1} differently from its generation prompt, which has "
-                f"{prompt[same : same + _SHOWN]!r} where the message has {text[same : same + _SHOWN]!r}",
+                f"{given!r} where the message has {written!r}",
             )
         return header
 
@@ -195,7 +196,8 @@ class LayoutFinder:
             answered = self._template.render_or_none([*messages, self._question], tools)
             if answered is not None:
                 shared = shared[: common_prefix_length(shared, sentinels.tail(answered).lstrip())]
-        markers = list(self._markers.pattern.finditer(shared))
+        found = self._markers.pattern.finditer(after)  # in `shared`, the last one could be cut in two
+        markers = list(itertools.takewhile(lambda marker: marker.end() <= len(shared), found))
         if "tool_calls" in messages[turn] or not sentinels.has_answer(turn):
             # the marker that closes a call or reasoning does not end the turn, unless the call is inline
             ends = (self.end_of_turn_marker(tools), INLINE_CALL_TOKENS[1])
@@ -203,9 +205,11 @@ class LayoutFinder:
         if markers:
             end = markers[0 if may_prompt else -1]
             return respaced + end.start(), respaced + end.end()
-        own, met = self._markers.pattern.match(tail), self._markers.pattern.match(following)
+        edge = sentinels.whitespace_at_end(turn)
+        edge = edge if tail.startswith(edge) and following.startswith(edge) else ""
+        own, met = (self._markers.pattern.match(each, len(edge)) for each in (tail, following))
         if own and met and own.group() != met.group() and not may_prompt:
-            return 0, 0  # the template rewrites the ends of earlier turns
+            return len(edge), len(edge)  # the template rewrites the ends of earlier turns
         raise BadRecordError(
             "no end of turn",
             f"the chat template writes no end-of-turn token after message {turn + 1}, so the model could not learn to "
@@ -250,7 +254,6 @@ class LayoutFinder:
 
 _REASONING_PREFILL = re.compile(rf"\s*((?:{REASONING_TAG.pattern})\s*)+$", re.IGNORECASE)
 """What opens reasoning at the end of a generation prompt, such as `<think>⏎`; a turn without reasoning has it not."""
-_SHOWN = 40  # characters of a text in a message
 
 
 def _with_whitespace_of(header: str, prompt: str) -> str:

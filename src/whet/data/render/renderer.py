@@ -117,7 +117,8 @@ class Renderer:
         self._layout_cache = None
         if cached:
             self._layout_cache = LayoutCache(
-                self.text.chat_template, self.text.content_parts, train_on, self._markers.special_pattern,
+                self.text.chat_template, self.text.content_parts, train_on, self._markers.pattern,
+                {text: bool(self._markers.is_special[i]) for text, i in self._markers.ids.items()},
                 lambda text: self._backend.encode(text, add_special_tokens=False).ids,
             )  # fmt: skip
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Message
+from whet.data.render.shared_prefix import common_prefix_length
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,6 +27,8 @@ _SENTINELS = LAST_SENTINEL - FIRST_SENTINEL + 1
 
 TOO_LONG_TO_MASK = "too long to mask"
 """The ledger's reason for a conversation with more characters than there are sentinels."""
+
+SHOWN_CHARACTERS = 40  # of a text in an error message
 
 TextTransform = Callable[[str, str], str]
 """(text, kind) → text; the kind is reasoning, content, name or value."""
@@ -120,13 +123,15 @@ class SentinelMessages:
         if _is_sentinel(codes).any():
             raise BadRecordError("unassigned characters", "the text contains code points that Unicode does not assign")
         kept = _kept_characters(codes, texts, constants)
-        sentinels = np.where(kept, codes, np.arange(len(codes), dtype=np.uint32) + FIRST_SENTINEL)
         lengths = [len(text) for text in texts]
         self._originals = codes
         self._slots = slots
         self._slot_of = np.repeat(np.arange(len(texts)), lengths)
         self._message_of = np.repeat([slot.message for slot in slots], lengths).astype(np.int64)
         self._starts = np.cumsum([0, *lengths])
+        if constants is not None:
+            self._replace_answers_of_constants(messages, kept)
+        sentinels = np.where(kept, codes, np.arange(len(codes), dtype=np.uint32) + FIRST_SENTINEL)
         self._is_replaced = _is_sentinel(sentinels)
         self._is_droppable, self._may_repeat = np.zeros((2, len(codes)), dtype=bool)
         for slot, start in zip(slots, self._starts, strict=False):
@@ -138,6 +143,14 @@ class SentinelMessages:
             map_texts(message, lambda *_: next(replacements)).as_dict(content_parts) for message in messages
         ]
 
+    def _replace_answers_of_constants(self, messages: Sequence[Message], kept: NDArray[np.bool_]) -> None:
+        """An answer that consists of constants, such as `tool`, would leave no trace: only its whitespace is kept."""
+        leaving_traces = set(self._message_of[~kept].tolist())
+        for slot, (start, end) in zip(self._slots, itertools.pairwise(self._starts), strict=True):
+            is_answer = messages[slot.message].role == "assistant" and self.has_answer(slot.message)
+            if is_answer and slot.message not in leaving_traces:
+                kept[start:end] = np.isin(self._originals[start:end], _WHITESPACE_CODES)
+
     def verify(self, text: str, sentinel_text: str) -> SentinelRendering:
         """Prove that `sentinel_text`, the rendering of the sentinels, has the characters of `text` in the same places.
 
@@ -148,9 +161,14 @@ class SentinelMessages:
         positions = np.flatnonzero(_is_sentinel(codes))
         sources = codes[positions] - FIRST_SENTINEL
         codes[positions] = self._originals[sources]
-        if _from_code_points(codes) != text:
+        restored = _from_code_points(codes)
+        if restored != text:
+            same = common_prefix_length(restored, text)
+            written, given = (each[same : same + SHOWN_CHARACTERS] for each in (text, restored))
             raise BadRecordError(
-                "template rewrites", "the chat template changes the text of a message, so no exact mask exists"
+                "template rewrites",
+                f"the chat template changes the text of a message: it writes {written!r} instead of {given!r}, so no "
+                "exact mask exists",
             )
         times = np.bincount(sources, minlength=len(self._originals))
         if ((times > 1) & ~self._may_repeat).any():
@@ -189,6 +207,11 @@ class SentinelMessages:
         """Whether the content of a message is more than reasoning."""
         contents = (slot.text for slot in self._slots if slot.message == message and slot.kind == "content")
         return any(text[_inline_reasoning_length(text, old=True) :].strip() for text in contents)
+
+    def whitespace_at_end(self, message: int) -> str:
+        """The whitespace that the last text of a message ends with."""
+        text = next((slot.text for slot in reversed(self._slots) if slot.message == message), "")
+        return text[len(text.rstrip()) :]
 
     @staticmethod
     def tail(sentinel_text: str) -> str:

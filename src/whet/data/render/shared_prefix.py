@@ -2,9 +2,9 @@
 
 A tokenizer first splits its text at special tokens and then encodes the parts independently. Where all texts begin
 alike up to a special token, only the rest has to be encoded each time. This saves a fifth of the work for short
-conversations with a default system prompt. That the split does not change the ids is verified on the texts that the
-prefix was found in. Tokenizers that treat the first word of a text differently fail this check and encode every text
-whole.
+conversations with a default system prompt. That the split does not change the ids is verified on texts that the
+prefix was found in, and on others that begin with it. Tokenizers that treat the first word of a text differently fail
+this check and encode every text whole.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 _MIN_PREFIX_TOKENS = 4
 _VERIFIED_TEXTS = 8
+_VERIFIED_RESTS = ("a", " a", "\na", "1")
+"""The rest of other texts: tokenizers treat a first word otherwise than a first space."""
 
 
 class PrefixedEncoding(NamedTuple):
@@ -81,7 +83,7 @@ class SharedPrefixEncoder:
         prefix = self._backend.encode(texts[0][:cut], add_special_tokens=False)
         if len(prefix) < _MIN_PREFIX_TOKENS:
             return
-        sample = texts[:_VERIFIED_TEXTS]
+        sample = [*texts[:_VERIFIED_TEXTS], *(texts[0][:cut] + rest for rest in _VERIFIED_RESTS)]
         whole = self._backend.encode_batch(list(sample), add_special_tokens=False)
         rests = self._backend.encode_batch([text[cut:] for text in sample], add_special_tokens=False)
         if all([*prefix.ids, *rest.ids] == full.ids for rest, full in zip(rests, whole, strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -155,12 +156,22 @@ def _prints_arguments(conversation: Conversation, text: str) -> bool:
 
 
 def _get_chat_template(tokenizer: PreTrainedTokenizerFast) -> str:
-    if not tokenizer.chat_template:
+    templates = tokenizer.chat_template
+    if not templates:
         return "{{ raise_exception('there is no chat template') }}"
+    if isinstance(templates, dict) and {"default", "tool_use"} <= templates.keys():
+        return _choose_by_tools(templates["tool_use"], templates["default"])
     try:
         return str(tokenizer.get_chat_template())
     except ValueError as error:  # several named templates without a default
         raise WhetError(f"the tokenizer of {tokenizer.name_or_path}: {error}. Choose one: data.template=NAME") from None
+
+
+def _choose_by_tools(with_tools: str, without: str) -> str:
+    """One template of two, between which transformers chooses by whether there are tools. Jinja removes the line breaks
+    after the tags; the plus signs keep it from removing whitespace before them."""
+    with_tools, without = (re.sub(r"\r?\n\Z", "", each) for each in (with_tools, without))  # as Jinja does at the end
+    return f"{{% if tools %}}\n{with_tools}{{%+ else %}}\n{without}{{%+ endif %}}"
 
 
 def _needs_content_parts(template: ChatTemplate) -> bool:

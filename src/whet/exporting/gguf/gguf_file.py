@@ -28,7 +28,13 @@ from whet.exporting.gguf.families import (
     rope_tensors,
     text_config,
 )
-from whet.exporting.gguf.gguf_tokenizer import add_tokenizer, set_pre_tokenizer, tokenizer_rules
+from whet.exporting.gguf.gguf_tokenizer import (
+    add_tokenizer,
+    default_template,
+    read_templates,
+    set_pre_tokenizer,
+    tokenizer_rules,
+)
 from whet.exporting.gguf.llama_cpp import write_importance_matrix
 from whet.exporting.gguf.ollama import write_modelfile
 from whet.exporting.spec import ExportFindings, ExportSpec, GenerationSettings
@@ -269,7 +275,7 @@ def _read_with_llama_cpp(
             findings.reasons.append(f"its tokenizer splits {text[:60]!r} differently")
             break
     findings.same_ids = len(findings.reasons) == count
-    findings.same_template = (read.template or None) == (tokenizer.chat_template or None)
+    findings.same_template = (read.template or None) == (default_template(tokenizer) or None)
     if not findings.same_template:
         findings.reasons.append("its chat template is not the one used in training")
     _check_end(settings, read.ends, findings)
@@ -300,6 +306,7 @@ def _read_with_transformers(
     loaded = AutoTokenizer.from_pretrained(**source)
     set_pre_tokenizer(loaded, str(fields["tokenizer.ggml.pre"].contents()))
     set_gguf_special_tokens(loaded, fields)
+    loaded.chat_template = read_templates(fields)
     compare_tokenizers(spec.generation, loaded, _texts(spec.generation, probes), findings)
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     _check_end(spec.generation, [fields[key].contents() for key in keys if key in fields], findings)

@@ -208,5 +208,24 @@ def add_tokenizer(writer: Any, settings: GenerationSettings, rows: int) -> None:
     ids = tokenizer("a", add_special_tokens=True)["input_ids"]
     writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(False)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict):  # `default`, and others such as `tool_use`, which llama.cpp takes for tools
+        templates = [{"name": name, "template": template} for name, template in templates.items()]
+    if templates:
+        writer.add_chat_template(templates)
+
+
+def default_template(tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """The template for conversations without tools."""
+    templates = tokenizer.chat_template
+    return templates.get("default") if isinstance(templates, dict) else templates
+
+
+def read_templates(fields: Any) -> str | dict[str, str] | None:
+    """The chat templates of a file, by name if there are several."""
+    key = "tokenizer.chat_template"
+    default = fields[key].contents() if key in fields else None
+    if f"{key}s" not in fields:
+        return default
+    named = {name: fields[f"{key}.{name}"].contents() for name in fields[f"{key}s"].contents()}
+    return named if default is None else {"default": default, **named}
