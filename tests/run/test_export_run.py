@@ -47,11 +47,15 @@ def test_an_adapter_export_loads_in_peft_with_the_logits_of_the_merged_one(
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
+    from whet.model.lora.adapter_folder import is_trained_on
+
     run = shutil.copytree(lora_run, tmp_path / "run")
     ended = whet("export", run, "--to", "adapter", "--json")
     assert ended.code == 0, ended.err
     folder = Path(json.loads(ended.out)["export"])
     assert json.loads(ended.out)["certificate"]["verified"] is True
+    assert is_trained_on(folder, "builtin:tiny") is True
+    assert is_trained_on(folder, str(run / "exports" / "merged")) is False
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         adapted = AutoPeftModelForCausalLM.from_pretrained(folder)(input_ids=ids).logits
