@@ -68,6 +68,8 @@ def export_model(
     """Export the checkpoint of `step`, verified on a few conversations of the run. Unless it is the last one of a
     finished run, the name of the folder ends with the step."""
     kind = KIND_ALIASES.get(request.kind, request.kind)
+    if kind not in EXPORT_FORMATS:
+        raise WhetError(f"to: {kind!r} is not a kind of export. Use one of {', '.join(EXPORT_FORMATS)}")
     name = kind if request.dtype is None else f"{kind}-{request.dtype.lower()}"
     name = name if is_final else f"{name}-{directory.checkpoint_name(step)}"
     folder = request.out or config.folder / "exports" / name
