@@ -203,6 +203,14 @@ def test_a_missing_checkpoint_is_refused(whet: Any, lora_run: Path) -> None:
     assert "no such checkpoint. Use one of" in ended.err
 
 
+def test_an_earlier_state_than_the_end_of_the_run_is_named(whet: Any, tiny_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(tiny_run, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints" / "step-000012")
+    ended = whet("export", run, "--out", tmp_path / "export")
+    assert ended.code == 0, ended.err
+    assert "the run finished with step 12, but its newest checkpoint is of step 8" in " ".join(ended.err.split())
+
+
 def test_an_adapter_on_a_changed_base_is_refused(whet: Any, recipe: str, tmp_path: Path) -> None:
     from whet.model.load.weight_files import locate_model
 
