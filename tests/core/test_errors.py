@@ -35,7 +35,6 @@ def test_exit_codes_have_their_documented_values() -> None:
         (errno.ENOSPC, "the disk is full", "Free some space"),
         (errno.EDQUOT, "your disk quota is used up", "Free some space"),
         (errno.EIO, "the disk or its file system fails", "Check the system log"),
-        (errno.EEXIST, "a file, or a link that leads nowhere, is in the place", "Remove it"),
         (errno.ESTALE, "the network file system lost", "Mount it again"),
         (errno.EROFS, "the file system is read-only", "a folder you may write to"),
         (errno.EACCES, "permission denied", "a folder you may write to"),

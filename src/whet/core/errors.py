@@ -101,10 +101,6 @@ _OS_ERRORS = {
     errno.EACCES: ("permission denied", f"{_WRITABLE} {_FOLDERS}"),
     errno.EPERM: ("permission denied", f"{_WRITABLE} {_FOLDERS}"),
     errno.ENOTDIR: ("a part of the path is not a folder", f"Choose a folder you may write to {_FOLDERS}"),
-    errno.EEXIST: (
-        "a file, or a link that leads nowhere, is in the place of a folder",
-        f"Remove it, or choose another folder {_FOLDERS}",
-    ),
     errno.EIO: ("the disk or its file system fails (input/output error)", f"{_OTHER_DISK} {_FOLDERS}"),
     errno.ENXIO: ("the disk or its file system fails (no such device)", f"{_OTHER_DISK} {_FOLDERS}"),
     errno.ENODEV: ("the disk or its file system fails (no such device)", f"{_OTHER_DISK} {_FOLDERS}"),
