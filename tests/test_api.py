@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import whet
@@ -31,10 +33,13 @@ def test_a_dict_becomes_a_run_a_table_an_answer_and_an_export(recipe: dict[str, 
     assert run.config["train"]["steps"] == 2
     assert run.metrics().dropna(subset="loss")["step"].tolist() == [1, 2]
     assert len(whet.generate(run, ["a", "b"], max_new_tokens=2)) == 2
+    assert whet.generate(run, "a", max_new_tokens=2, stop="no such text") == whet.generate(run, "a", max_new_tokens=2)
     chat = run.chat(max_new_tokens=2)
     said = chat.send("Hi")
     assert [message["content"] for message in chat.messages] == ["Hi", said]
     assert run.export("adapter").verified
+    with pytest.raises(whet.WhetError, match=r"'gugf' is not a kind of export\. Use one of merged, adapter, gguf"):
+        run.export("gugf")
     with pytest.raises(whet.WhetError, match="holds a run already"):
         whet.train(recipe)
     again = whet.train(recipe, "train.steps=1", fresh=True)
@@ -47,6 +52,11 @@ def test_a_paused_run_is_resumed(recipe: dict[str, object]) -> None:
     assert whet.train(recipe, resume=True).metrics().dropna(subset="loss")["step"].tolist() == [1, 2]
 
 
+def test_a_dict_may_hold_paths_and_numbers_of_numpy(recipe: dict[str, object]) -> None:
+    data = {"sources": ({"path": Path("sums.csv")},), "max_length": np.int64(64)}
+    assert whet.prepare({**recipe, "data": data})["sources"][0]["conversations"]["kept"] == 30
+
+
 def test_errors_are_exceptions_that_name_the_key(recipe: dict[str, object]) -> None:
     with pytest.raises(whet.WhetError, match="unknown key trian"):
         whet.train({**recipe, "trian": {}})
@@ -54,6 +64,16 @@ def test_errors_are_exceptions_that_name_the_key(recipe: dict[str, object]) -> N
         whet.check(recipe, "train.steps=none of it")
     with pytest.raises(whet.WhetError, match="not a run"):
         whet.load_run("nix")
+    with pytest.raises(whet.WhetError, match=r"tags: .* is a set\. Give text, a number, a list or a dict"):
+        whet.check({**recipe, "run": {"tags": {"a"}}})
+    inside_itself = {**recipe}
+    inside_itself["run"] = inside_itself
+    with pytest.raises(whet.WhetError, match="contains itself"):
+        whet.check(inside_itself)
+    with pytest.raises(whet.WhetError, match="give one of them"):
+        whet.train(recipe, fresh=True, resume=True)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(whet.WhetError, match="main thread alone"):
+        pool.submit(whet.train, recipe).result()
     with pytest.raises(AttributeError, match="nix"):
         whet.nix  # noqa: B018
 

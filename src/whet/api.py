@@ -127,6 +127,8 @@ def train(recipe: Recipe, *overrides: str, resume: bool = False, fresh: bool = F
     from whet.report.run_reports import write_report
     from whet.run.lifecycle import run_training
 
+    if fresh and resume:
+        raise WhetError("fresh starts anew and resume continues: give one of them")
     config = _read(recipe, overrides)
     if fresh:
         move_run_aside(config.folder)
@@ -156,6 +158,8 @@ class Chat:
         from whet.inference.sampling import Sampling
         from whet.run.models.load_models import load_chat_models
 
+        if isinstance(stop := sampling.get("stop", ()), str):
+            sampling["stop"] = (stop,)
         self._models = load_chat_models(_reference(model), Sampling(**sampling), system=system)
         self._session = ChatSession(self._models.model, system)
 
@@ -223,7 +227,11 @@ def _read(recipe: Recipe, overrides: Sequence[str]) -> Config:
     elif isinstance(recipe, Mapping):
         from whet.core.config import apply_overrides
 
-        tree = parse_yaml(dump_yaml(dict(recipe)), "the recipe", numbered=False)
+        try:
+            text = dump_yaml(_plain(recipe, "the recipe"))
+        except RecursionError:
+            raise WhetError("the recipe: a value is nested too deeply, or contains itself") from None
+        tree = parse_yaml(text, "the recipe", numbered=False)
         config = validate_config(Config, apply_overrides(Config, tree, overrides))
         config = name_config(config, _data_name(config))
     elif is_data_file(Path(recipe)):
@@ -233,6 +241,21 @@ def _read(recipe: Recipe, overrides: Sequence[str]) -> Config:
     else:
         config = read_config(Path(recipe), overrides)
     return resolve_model_reference(config)
+
+
+def _plain(value: Any, key: str) -> Any:
+    """The value as YAML has it: paths as text, numbers of numpy as Python's."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each, str(name)) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, key) for each in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return value.tolist()
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise WhetError(f"{key}: {value!r} is a {type(value).__name__}. Give text, a number, a list or a dict")
 
 
 def _data_name(config: Config) -> str:

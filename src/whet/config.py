@@ -54,6 +54,13 @@ class RunConfig(Section):
         description="Price of a device hour, in any currency; the cost of the run is predicted and counted.",
     )
 
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_folder(cls, name: str | None) -> str | None:
+        if name is not None and {".", ".."} & set(name.split("/")):
+            raise ValueError("the run would be in another folder than runs/NAME. Leave out . and .., or give run.dir")
+        return name
+
     @field_validator("notify", mode="before")
     @classmethod
     def _notify_one(cls, given: Any) -> Any:

@@ -27,6 +27,14 @@ def only_object(out: str) -> dict[str, Any]:
     return value
 
 
+def test_a_rank_that_no_launcher_sets_is_an_error(whet: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command ended with exit code 0, without its result."""
+    monkeypatch.setenv("RANK", "1")
+    ended = whet("eval", run, "--json")
+    assert ended.code == 1
+    assert "RANK is 1, and WORLD_SIZE 1" in only_object(ended.out)["error"]
+
+
 def test_train(whet: Any, recipe: str, tmp_path: Path) -> None:
     ended = whet("train", recipe, f"run.dir={tmp_path / 'run'}", "train.steps=2", "export.at_end=merged", "--json")
     assert ended.code == 0, ended.err

@@ -100,6 +100,13 @@ def test_axolotl(tmp_path: Path) -> None:
     assert config.data.validation.fraction == 0.1
 
 
+def test_axolotl_evaluates_every_eval_steps_without_a_strategy() -> None:
+    """Its trainer takes the strategy from eval_steps; transformers would not evaluate."""
+    assert settings("axolotl", {"eval_steps": 50})["eval.every"] == 50
+    assert "eval.every" not in settings("axolotl", {})
+    assert "eval.every" not in settings("trl", {"eval_steps": 50})
+
+
 def test_llamafactory(tmp_path: Path) -> None:
     config, _ = imported("llamafactory", tmp_path)
     assert (config.data.train_on, config.data.packing) == ("assistant", "none")
@@ -129,6 +136,41 @@ def test_llamafactory_finds_its_datasets(tmp_path: Path) -> None:
         "split": "train",
         "fields": {"instruction": "question", "output": "answer"},
     }
+
+
+def test_what_llamafactory_says_of_a_dataset_lands_in_the_source_or_is_named(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    info = {
+        "chats": {
+            "file_name": "chats.json", "formatting": "sharegpt", "num_samples": 900,
+            "columns": {"messages": "turns", "tools": "abilities", "images": "photos"},
+            "tags": {"role_tag": "speaker", "content_tag": "value", "user_tag": "customer"},
+        },
+        "pairs": {"file_name": "pairs.json", "ranking": True, "folder": "new"},
+    }  # fmt: skip
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    file = tmp_path / "lf.yaml"
+    file.write_text("stage: sft\ndataset: chats, pairs\nmax_samples: 50\nmodel_name_or_path: m\n")
+    result = import_config("llamafactory", file)
+    first, second = result["config"]["data"]["sources"]
+    assert first == {"path": "data/chats.json", "fields": {"messages": "turns", "tools": "abilities"},
+                     "max_samples": 50}  # fmt: skip
+    assert second == {"path": "data/pairs.json", "max_samples": 50}
+    named = " ".join(note["text"] for note in result["notes"])
+    for text in ("columns.images: 'photos'", "tags.role_tag: 'speaker'", "tags.user_tag: 'customer': whet reads human",
+                 "pairs: ranking: True", "pairs: folder: 'new'"):  # fmt: skip
+        assert text in named
+    assert "content_tag" not in named
+
+
+def test_llamafactory_mixes_by_a_list_of_shares_or_in_turns() -> None:
+    def weights(**given: Any) -> list[Any]:
+        found = settings("llamafactory", {"dataset": "a/b.json,a/c.json", **given})
+        return [found.get(f"data.sources.{number}.weight") for number in (0, 1)]
+
+    assert weights(mix_strategy="interleave_under", interleave_probs=[0.7, 0.3]) == [0.7, 0.3]
+    assert weights(mix_strategy="interleave_under") == [1.0, 1.0]
+    assert weights() == [None, None]
 
 
 def test_neox_masks_by_its_mask_keys(tmp_path: Path) -> None:
@@ -413,6 +455,14 @@ def test_a_deepspeed_file_is_not_taken_for_one_of_neox(tmp_path: Path) -> None:
     assert import_config(None, tmp_path / "a.json")["kind"] == "deepspeed"
 
 
+def test_how_trl_and_deepspeed_change_the_result_is_not_taken_for_speed() -> None:
+    assert [key for key, _ in notes("trl", {"dataset_kwargs": {"skip_prepare_dataset": True}})["no equivalent"]] == [
+        "dataset_kwargs"
+    ]
+    assert "no equivalent" in notes("deepspeed", {"optimizer": {"params": {"amsgrad": True}}})
+    assert "no equivalent" not in notes("deepspeed", {"optimizer": {"params": {"amsgrad": False}}})
+
+
 def test_secrets_stay_out_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "other")
     file = tmp_path / "a.yaml"
@@ -424,6 +474,13 @@ def test_secrets_stay_out_of_the_recipe(tmp_path: Path, monkeypatch: pytest.Monk
     result = import_config("determined", file)
     assert "topsecret" not in json.dumps(result)
     assert result["config"]["launch"]["env"] == {"WANDB_API_KEY": "${WANDB_API_KEY}", "A": "1"}
+
+
+def test_tokens_of_the_vocabulary_are_no_secrets() -> None:
+    given = {"special_tokens": {"pad_token": "<pad>"}, "hub_model_id": "me/mine", "eot_tokens": ["<end>"]}
+    draft = fill(KINDS["axolotl"], parse_yaml(dump_yaml(given), "given.yaml"))
+    values = {note.key: note.value for note in draft.notes}
+    assert (values["special_tokens"], values["eot_tokens"]) == ({"pad_token": "<pad>"}, ["<end>"])
 
 
 def test_without_an_adapter_every_weight_is_trained() -> None:

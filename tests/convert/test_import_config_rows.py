@@ -191,6 +191,7 @@ DEEPSPEED_SECTIONS: dict[str, tuple[Any, dict[str, Any], Expected]] = {
     "optimizer.params.eps": (1e-7, {}, {"train.optimizer.eps": 1e-7}),
     "optimizer.params.weight_decay": (0.2, {}, {"train.optimizer.weight_decay": 0.2}),
     "optimizer.params.adam_w_mode": (False, {}, "no equivalent"),
+    "optimizer.params.bias_correction": (False, {}, "no equivalent"),
     "zero_optimization.stage": (2, {}, "different"),
     "zero_optimization.offload_optimizer.device": ("cpu", {}, {"parallel.offload": "optimizer"}),
     "zero_optimization.offload_param.device": ("nvme", {}, "no equivalent"),
@@ -339,6 +340,8 @@ ROWS: dict[str, dict[str, tuple[Any, dict[str, Any], Expected]]] = {
     },
     "deepspeed": {
         **DEEPSPEED_SECTIONS,
+        "torch_autocast.enabled": (True, {}, {"train.precision": "bf16"}),
+        "torch_autocast.dtype": ("float16", {"torch_autocast.enabled": True}, {"train.precision": "fp16"}),
         "bfloat16.enabled": (True, {}, {"train.precision": "bf16"}),
         "scheduler.type": ("WarmupDecayLR", {}, {"train.schedule.name": "linear"}),
         "scheduler.params.warmup_min_lr": (1e-5, {**WARMUP, "scheduler.params.warmup_max_lr": 1e-4},

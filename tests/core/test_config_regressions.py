@@ -183,3 +183,11 @@ def test_any_key_takes_any_value_or_names_it(tmp_path: Path, value: str) -> None
             read_config(path, [f"{key}={value.replace('LOOP', f'{tmp_path}/LOOP')}"]).dump()
         except WhetError as refused:
             assert key.partition(".")[0] in str(refused)  # noqa: PT017
+
+
+@pytest.mark.parametrize("name", [".", "..", "../other", "a/../b"])
+def test_a_name_that_leads_out_of_runs_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(SMALL)
+    with pytest.raises(WhetError, match="the run would be in another folder than runs/NAME"):
+        read_config(path, [f"run.name={name}"])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from examples import examples
 from whet.core import files
-from whet.core.errors import WhetError
+from whet.core.errors import WhetError, os_error
 from whet.core.files import (
     JsonLinesWriter,
     append_json_line,
@@ -412,3 +412,12 @@ def test_lines_that_several_processes_append_are_not_mixed_up(tmp_path: Path) ->
     assert [line["words"] for line in lines] == [long] * 400
     for who in "ab":
         assert [line["number"] for line in lines if line["who"] == who] == list(range(200))
+
+
+def test_below_a_link_that_leads_nowhere_is_no_place_for_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "unmounted").symlink_to(tmp_path / "nowhere")
+    for place in (atomic_dir(tmp_path / "unmounted" / "x"), file_lock(tmp_path / "unmounted" / "x")):
+        with pytest.raises(NotADirectoryError) as caught, place:
+            pass
+        told = str(os_error(caught.value, "saving", tmp_path))
+        assert "a part of the path is not a folder while saving" in told

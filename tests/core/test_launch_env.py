@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from whet.core import launch_env
+from whet.core.errors import WhetError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
 
@@ -29,6 +30,37 @@ def test_a_process_without_a_launcher_is_alone() -> None:
     assert not launch_env.started_by_torchrun()
     assert not launch_env.has_agent_store()
     assert launch_env.error_file() is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "possible"),
+    [
+        ({"RANK": "1"}, False),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, False),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, True),
+        ({}, True),
+    ],
+)
+def test_a_rank_that_no_launcher_sets_is_refused(
+    alone: pytest.MonkeyPatch, variables: dict[str, str], possible: bool
+) -> None:
+    for name, value in variables.items():
+        alone.setenv(name, value)
+    if possible:
+        launch_env.require_possible_rank()
+        alone.setenv("RANK", "x")
+        with pytest.raises(WhetError, match="RANK is 'x', not a number"):
+            launch_env.require_possible_rank()
+        return
+    with pytest.raises(WhetError, match="unset RANK WORLD_SIZE"):
+        launch_env.require_possible_rank()
+
+
+def test_a_world_without_an_address_is_refused(alone: pytest.MonkeyPatch) -> None:
+    alone.setenv("WORLD_SIZE", "2")
+    alone.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(WhetError, match="WORLD_SIZE is 2, but MASTER_ADDR is not set"):
+        launch_env.store_address()
 
 
 def test_torchruns_variables_are_read(alone: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,26 @@ def test_what_is_not_yaml_is_an_error_with_file_line_and_column(text: str, says:
     assert str(caught.value).startswith(says)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: !!str 5", "here:1:4: not valid YAML: whet reads no tags, such as !!str. Remove it; for text write quotes"),
+        ("a: 1\nb: !include x.yaml", "here:2:4: not valid YAML: whet reads no tags, such as !include"),
+        ("a: !!python/object/apply:os.system [ls]", "such as !!python/object/apply:os.system"),
+        ("a: &x {b: 1}\nc:\n  <<: *x\n  d: 2", "here:3: <<: whet reads no merge keys. Write the keys out"),
+    ],
+)
+def test_tags_and_merge_keys_are_refused(text: str, says: str) -> None:
+    """They would be read as something else than they say."""
+    with pytest.raises(WhetError) as caught:
+        plain(text)
+    assert says in str(caught.value)
+
+
+def test_an_alias_is_read_and_a_quoted_merge_sign_is_a_key() -> None:
+    assert plain("a: &x {b: 1}\nc: *x\n'<<': 2") == {"a": {"b": 1}, "c": {"b": 1}, "<<": 2}
+
+
 def test_the_same_key_in_different_mappings_is_fine() -> None:
     assert plain("- a: 1\n- a: 2\n") == [{"a": 1}, {"a": 2}]
 

@@ -14,13 +14,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tiny_architectures import save_tiny_model
+from whet.checkpoint.directory import checkpoint_name
 from whet.compat.peft_private import param_wrapper_type
+from whet.core.checksums import write_hashed_json
 from whet.core.errors import RunFailedError
 from whet.exporting.merge_adapters import merge_adapter_folders
 from whet.model.config import AdapterConfig, ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.pretrained import load_model, trainable_token_ids
 from whet.model.load.tokenizer import load_tokenizer
+from whet.model.load.weight_files import weights_hash
 from whet.model.lora.peft_adapters import add_adapter
 
 Make = Callable[..., Path]
@@ -150,6 +153,44 @@ def test_mismatched_adapters_are_refused(make_adapter: Make, whet: Any, tmp_path
     shutil.copytree(one, changed)
     known.save_pretrained(changed)
     assert "its vocabulary of 418 tokens differs from that of" in error_of(changed, make_adapter_with_two(make_adapter))
+
+
+def test_an_adapter_is_not_merged_into_a_base_that_has_changed_since(
+    make_adapter: Make, whet: Any, tmp_path: Path
+) -> None:
+    base, adapter = tmp_path / "base", Path(shutil.copytree(make_adapter(1), tmp_path / "adapter"))
+    shutil.copytree(builtin_folder("builtin:tiny"), base)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": str(base)}))
+    weights_then = weights_hash(ModelConfig(path=str(base)))
+    write_hashed_json(adapter / "certificate.json", {"files": {}, "base": weights_then})
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.model.norm.weight.data += 1
+    model.save_pretrained(base)
+    ended = whet("merge", base, "--adapter", adapter, "--out", tmp_path / "m")
+    assert ended.code == 1
+    assert f"with other weights than those that {base} has now" in " ".join(ended.err.split())
+    ended = whet("chat", base, "--adapter", f"mine={adapter}", "--prompt", "Hi", "--max-new-tokens", "2")
+    assert f"the weights of {base} are not those that it was trained on" in " ".join(ended.err.split())
+    ended = whet("merge", "builtin:tiny", "--adapter", adapter, "--out", tmp_path / "m")  # the same weights elsewhere
+    assert ended.code == 0, ended.err
+
+
+def test_the_earlier_adapter_of_a_run_that_trained_on_is_not_merged(
+    make_adapter: Make, whet: Any, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    exported = Path(shutil.copytree(make_adapter(1), run / "exports" / "adapter"))
+    write_hashed_json(exported / "certificate.json", {"files": {}, "step": 2})
+    (run / "config.yaml").touch()
+    for step in (2, 4):
+        (run / "checkpoints" / checkpoint_name(step)).mkdir(parents=True)
+        (run / "checkpoints" / checkpoint_name(step) / "manifest.json").touch()
+    ended = whet("merge", "builtin:tiny", "--adapter", run, "--out", tmp_path / "m")
+    assert ended.code == 1
+    assert "has the adapter after step 2, but the run has trained to step 4" in " ".join(ended.err.split())
+    ended = whet("merge", "builtin:tiny", "--adapter", exported, "--out", tmp_path / "m")
+    assert ended.code == 0, ended.err
 
 
 def make_adapter_with_two(make_adapter: Make) -> Path:

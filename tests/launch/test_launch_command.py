@@ -175,6 +175,13 @@ def test_a_run_saves_and_stops_when_whet_launch_is_killed(real_python: str, star
     assert (run.status["state"], run.status["exit_code"]) == ("stopped", 75)
 
 
+def test_a_folder_that_holds_a_run_is_refused_before_processes_start(whet: Any, recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    ended = whet("launch", recipe, f"run.dir={tmp_path}", *TWO, "--json")
+    assert ended.code == 1
+    assert "this folder holds a run already" in json.loads(ended.out)["error"]
+
+
 def test_a_dry_run_prints_the_command(start: Any, whet: Any, recipe: str, tmp_path: Path) -> None:
     words = ["launch", recipe, "launch.processes=2", f"run.dir={tmp_path / 'run'}", "--dry-run"]
     ended = whet(*words, "launch.env={NAME: a b}")

@@ -107,7 +107,9 @@ def test_without_the_base(evaluated: Json, run: Path) -> None:
     assert "base" not in evaluated(run, "--no-base")["tasks"]["own"]
 
 
-def test_against_a_run_and_against_a_result_file(evaluated: Json, run: Path, material: Path, tmp_path: Path) -> None:
+def test_against_a_run_and_against_a_result_file(
+    whet: Any, evaluated: Json, run: Path, material: Path, tmp_path: Path
+) -> None:
     tasks = f"{material}/own.jsonl,{material}/choice.jsonl"
     models = evaluated("builtin:tiny", "--tasks", tasks, "--against", run)
     own = models["tasks"]["own"]
@@ -123,6 +125,9 @@ def test_against_a_run_and_against_a_result_file(evaluated: Json, run: Path, mat
         "builtin:tiny", "--tasks", tasks, "--against", result_file, "--out", tmp_path / "x" / "tiny.json"
     )
     assert from_file["tasks"] == models["tasks"]
+    ended = whet("eval", "builtin:tiny", "--tasks", "orders", "--against", result_file)
+    assert ended.code == 1
+    assert "it has no result of orders, only of choice, own" in " ".join(ended.err.split())
     written = json.loads((tmp_path / "x" / "tiny.json").read_text())
     assert written["tasks"] == from_file["tasks"]
     assert len(written["scored"][0]["samples"]) == 10
@@ -267,6 +272,8 @@ def test_bad_input(refused: Callable[..., str], run: Path, material: Path, tmp_p
     assert "nothing to evaluate" in refused("builtin:tiny")
     (tmp_path / "x.json").write_text("{}")
     assert "x.json: not a result file" in refused(run, "--against", tmp_path / "x.json")
+    assert f"--out {tmp_path}: it is a folder" in refused(run, "--out", tmp_path)
+    assert "cannot be written: " in refused(run, "--out", tmp_path / "x.json" / "y.json")
     assert "only scorer: regex has a pattern" in refused(
         run, "--tasks", f"[{{path: {material}/own.jsonl, pattern: x}}]"
     )

@@ -47,11 +47,15 @@ def test_an_adapter_export_loads_in_peft_with_the_logits_of_the_merged_one(
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
+    from whet.model.lora.adapter_folder import is_trained_on
+
     run = shutil.copytree(lora_run, tmp_path / "run")
     ended = whet("export", run, "--to", "adapter", "--json")
     assert ended.code == 0, ended.err
     folder = Path(json.loads(ended.out)["export"])
     assert json.loads(ended.out)["certificate"]["verified"] is True
+    assert is_trained_on(folder, "builtin:tiny") is True
+    assert is_trained_on(folder, str(run / "exports" / "merged")) is False
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         adapted = AutoPeftModelForCausalLM.from_pretrained(folder)(input_ids=ids).logits
@@ -197,6 +201,14 @@ def test_a_missing_checkpoint_is_refused(whet: Any, lora_run: Path) -> None:
     ended = whet("export", f"{lora_run}@77", "--to", "gguf")
     assert ended.code == 1
     assert "no such checkpoint. Use one of" in ended.err
+
+
+def test_an_earlier_state_than_the_end_of_the_run_is_named(whet: Any, tiny_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(tiny_run, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints" / "step-000012")
+    ended = whet("export", run, "--out", tmp_path / "export")
+    assert ended.code == 0, ended.err
+    assert "the run finished with step 12, but its newest checkpoint is of step 8" in " ".join(ended.err.split())
 
 
 def test_an_adapter_on_a_changed_base_is_refused(whet: Any, recipe: str, tmp_path: Path) -> None:

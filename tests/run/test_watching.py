@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.core.costs import Costs, counted_costs, predicted_costs, write_usage
+from whet.core.errors import WhetError
 from whet.core.heartbeat import PHASE
 from whet.core.notify import Notifier
 from whet.evaluation.training_losses import losses_of_step, read_training_losses
@@ -28,6 +30,14 @@ from whet.training.run_state import Run
 
 def lines(run: Path, name: str = "metrics") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_damaged_losses_of_conversations_are_named(tiny_run: Path, tmp_path: Path) -> None:
+    for name in ("ledger.json", "config.yaml"):
+        shutil.copy(tiny_run / name, tmp_path)
+    (tmp_path / "losses.bin").write_bytes(bytes([1, 0, 0, 0, 255, 255, 0, 0] * 2))
+    with pytest.raises(WhetError, match=r"losses\.bin: damaged: it names conversation 65,535, and the data has 200"):
+        ConversationHistories.read(tmp_path)
 
 
 def test_the_losses_of_conversations_add_up_to_the_loss_of_each_step(tiny_run: Path) -> None:

@@ -93,6 +93,7 @@ def test_a_run_is_found_by_name_beginning_and_path(whet: Any, home: Path) -> Non
     assert ended.code == 1
     assert "2 runs have a name that begins with this (runs/second, runs/sweep/trial-1)" in ended.err
     (home / "runs" / "loop").symlink_to(home)
+    (home / "runs" / "itself").symlink_to("itself")
     assert len(result(whet("runs", "--json"))["runs"]) == 3
     (home / "empty").mkdir()
     assert "not a run: it has neither config.yaml nor status.json" in whet("runs", "show", "empty").err

@@ -73,6 +73,7 @@ def cli_command(function: Callable[P, dict[str, Any] | None]) -> Callable[P, Non
             console.set_quiet()
         console.show_start()
         try:
+            launch_env.require_possible_rank()
             result = function(*args, **kwargs)
             if as_json and result is not None and launch_env.rank() == 0:
                 console.print_json(result)
@@ -132,7 +133,7 @@ def _fail(error: WhetError, as_json: bool) -> None:
     write_torchelastic_error(message)
     label = "" if error.exit_code in (ExitCode.STOPPED, ExitCode.INTERRUPTED) else "error: "
     console.print_error(f"{label}{message}" if rank == 0 else f"rank {rank}: {label}{message}")
-    if as_json and rank == 0:
+    if as_json and (rank == 0 or rank >= launch_env.world_size()):
         console.print_json({"error": message, "exit_code": error.exit_code})
     sys.stdout.flush()
     raise typer.Exit(error.exit_code) from None

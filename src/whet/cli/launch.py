@@ -103,7 +103,7 @@ def launch(
     from whet.core.run_folder import move_run_aside
     from whet.launch.local import format_command, make_launch_job, train_command
     from whet.launch.supervise import supervise
-    from whet.run.resume import require_same_settings
+    from whet.run.resume import refuse_used_folder, require_same_settings
     from whet.run.step_rows import require_rows
 
     words: list[str] | None = ctx.meta.get(_AFTER_DASHES)
@@ -151,6 +151,8 @@ def launch(
         if not as_json:
             print_result(line)
         return {"command": line, "processes": job.nodes * job.processes}
+    if not resume and job.nodes == 1:  # on several machines, another has perhaps begun this run
+        refuse_used_folder(config.folder)
     outcome = supervise(job)
     if outcome.exit_code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
         info(outcome.reason)

@@ -157,6 +157,7 @@ def init_distributed(timeout_s: float = 1800.0, share_gpu: bool = False, kind: s
     `timeout_s`. `share_gpu`: several processes may use one GPU, and communicate over Gloo (launch.share_gpu).
     `kind`: run.device.
     """
+    launch_env.require_possible_rank()
     rank, world_size = launch_env.rank(), launch_env.world_size()
     device = get_local_device(share_gpu, kind)
     if device.index is not None:

@@ -214,10 +214,19 @@ def move_aside(path: Path) -> Path:
     raise AssertionError("numbers do not end")
 
 
+def _make_folder(folder: Path) -> None:
+    """Create a folder and those above it. Something else in the place of one, such as a link to a file system that is
+    not mounted, is ENOTDIR, which has a message."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from None
+
+
 @contextlib.contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
     """A temporary folder that is renamed to `path` if the block succeeds and deleted if it raises."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent)
     put_back(path)
     temporary = temporary_path(path)
     delete_path(temporary)
@@ -297,7 +306,7 @@ def file_lock(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterato
 
     Processes share one preparation of data this way without a collective.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent)
     while True:
         file = path.open("a")
         try:

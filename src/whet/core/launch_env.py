@@ -14,18 +14,38 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from whet.core.errors import WhetError
+
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Removed from the environment of a subprocess that works alone. LOCAL_RANK stays: it names this process's device."""
 
 
 def rank() -> int:
     """The number of this process among all processes of the run."""
-    return int(os.environ.get("RANK", "0"))
+    return _number("RANK", 0)
 
 
 def world_size() -> int:
     """How many processes the run has."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", 1)
+
+
+def _number(name: str, default: int) -> int:
+    """The value of a variable; `require_possible_rank` refuses one that is not a number."""
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else default
+
+
+def require_possible_rank() -> None:
+    """Raise if this process cannot be one of the run's: such a process would work, and write nothing."""
+    for name in ("RANK", "WORLD_SIZE"):
+        if not (os.environ.get(name) or "0").isdecimal():
+            raise WhetError(f"the environment variable {name} is {os.environ[name]!r}, not a number. Unset it")
+    if not 0 <= rank() < world_size():
+        raise WhetError(
+            f"the environment variable RANK is {rank()}, and WORLD_SIZE {world_size()}, which no launcher sets so. "
+            "For one process: unset RANK WORLD_SIZE; for several: whet launch"
+        )
 
 
 def local_rank() -> int:
@@ -62,6 +82,12 @@ def cpus_of_task() -> int | None:
 
 def store_address() -> tuple[str, int]:
     """Host and port of the TCPStore at which all processes meet."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise WhetError(
+                f"the environment variable WORLD_SIZE is {world_size()}, but {name} is not set, so the processes "
+                "cannot meet. For one process: unset WORLD_SIZE; for several: whet launch"
+            )
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 

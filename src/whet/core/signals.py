@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from whet.core.errors import StoppedError
+from whet.core.errors import StoppedError, WhetError
 
 STOPPED_BEFORE_CHECKPOINT = (
     "stopped before a step was saved. `whet runs resume`, or `whet train` with --resume, starts it over"
@@ -132,6 +132,11 @@ def _raise_once(number: int) -> None:
 
 
 def _install_handler(handler: Callable[[int, FrameType | None], None]) -> _Handlers:
+    if threading.current_thread() is not threading.main_thread():
+        raise WhetError(
+            "training reacts to stop signals, which Python delivers to its main thread alone. Call it there, or start "
+            "`whet train` as a process"
+        )
     return {number: signal.signal(number, handler) for number in stop_signals()}
 
 

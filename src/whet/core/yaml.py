@@ -118,10 +118,22 @@ def parse_yaml(text: str, name: str, numbered: bool = True, expand: Expand = "al
         raise WhetError(f"{name}: not valid YAML: {error}") from None
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses tags: `!!str 5` or `!include x.yaml` would be read as something else than they say."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if tag := getattr(event, "tag", None):
+            shown = tag.replace("tag:yaml.org,2002:", "!!")
+            problem = f"whet reads no tags, such as {shown}. Remove it; for text write quotes"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return super().compose_node(parent, index)
+
+
 @functools.lru_cache(maxsize=4)
 def _compose(text: str) -> yaml.Node | None:
     """PyYAML's nodes. A run reads its config.yaml several times, at 20 ms each."""
-    return yaml.compose(text, Loader=yaml.SafeLoader)
+    return yaml.compose(text, Loader=_Loader)
 
 
 def _refuse_alias_bomb(document: yaml.Node) -> None:
@@ -149,6 +161,11 @@ def _convert_node(node: yaml.Node, name: str, numbered: bool, expand: Expand) ->
             if not isinstance(key_node, yaml.ScalarNode):
                 raise WhetError(f"{place}: a key must be plain text")
             key = str(key_node.value)
+            if key == "<<" and key_node.style is None:
+                raise WhetError(
+                    f"{name}:{key_node.start_mark.line + 1}: <<: whet reads no merge keys. Write the keys out; a "
+                    "recipe takes those of another file with extends: FILE"
+                )
             if Template(key).names:
                 raise WhetError(
                     f"{place}: the key {key!r} names an environment variable; only values may. Write it out"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from whet.checkpoint.directory import list_steps
 from whet.compat.peft_private import is_lora_layer
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, silence_libraries, warn
@@ -29,6 +30,7 @@ from whet.model.config import ModelConfig
 from whet.model.load.pretrained import load_model, load_with_transformers
 from whet.model.load.tokenizer import load_tokenizer
 from whet.model.load.weight_files import hash_model_folder, locate_model, require_certified_files, weights_hash
+from whet.model.lora.adapter_folder import is_trained_on
 from whet.model.lora.peft_adapters import cast_trained_modules_, embedding_rows, unwrap_peft
 from whet.model.weight_effect import describe_effect, effect_certificate
 from whet.registry.references import local_path, pin_version
@@ -97,7 +99,17 @@ def _parse_adapter(text: str) -> WeightedAdapter:
 def _adapter_folder(folder: Path) -> Path:
     """The adapter export of a run folder; any other folder as it is."""
     exported = folder / "exports" / "adapter"
-    return exported if (folder / "config.yaml").is_file() and exported.is_dir() else folder
+    if not ((folder / "config.yaml").is_file() and exported.is_dir()):
+        return folder
+    certificate = exported / _CERTIFICATE
+    step = read_hashed_json(certificate).get("step") if certificate.is_file() else None
+    steps = list_steps(folder / "checkpoints")
+    if steps and step is not None and step != steps[-1]:
+        raise WhetError(
+            f"--adapter {folder}: {exported} has the adapter after step {step}, but the run has trained to step "
+            f"{steps[-1]}. Export it again: whet export {folder} --to adapter. For the earlier one give {exported}"
+        )
+    return exported
 
 
 def require_mergeable(parts: Sequence[WeightedAdapter]) -> None:
@@ -138,6 +150,14 @@ def _require_same_base(base: ModelConfig, part: WeightedAdapter) -> None:
             "differ from those of the run. `whet export RUN --to merged` merges into the quantized base"
         )
     trained_on = str(part.config.get("base_model_name_or_path") or "")
+    certified = is_trained_on(part.folder, base.path)
+    if certified is False:
+        raise WhetError(
+            f"--adapter {part.folder}: trained on {trained_on}, with other weights than those that {base.path} has "
+            "now. Give the model that it was trained on as BASE; if its files were changed, bring the old ones back"
+        )
+    if certified:
+        return
     folder = locate_model(base.path)
     is_same_path = Path(trained_on).is_dir() and resolve_path(Path(trained_on)) == resolve_path(Path(folder))
     if trained_on in (folder, base.path) or is_same_path:

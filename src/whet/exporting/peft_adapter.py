@@ -22,6 +22,7 @@ from whet.exporting.hf_folder import (
 from whet.exporting.spec import ExportFindings, ExportSpec
 from whet.exporting.trained_model import TrainedModel, compute_logits
 from whet.exporting.weight_comparison import LoadedWeights, compare_weights
+from whet.model.config import ModelConfig
 from whet.model.experts.install import install_experts
 from whet.model.load.pretrained import (
     dequantization_options,
@@ -29,7 +30,8 @@ from whet.model.load.pretrained import (
     prepare_float64_,
     widen_weights_,
 )
-from whet.model.lora.adapter_folder import load_adapter
+from whet.model.load.weight_files import weights_hash
+from whet.model.lora.adapter_folder import BASE_HASH, load_adapter
 from whet.model.lora.peft_adapters import embedding_rows, unwrap_peft
 from whet.model.modules import is_multimodal
 from whet.model.quantize import quantize_
@@ -66,6 +68,7 @@ class PeftAdapterFormat:
         except Exception as error:  # a damaged or forged file can raise almost anything
             findings.reasons.append(f"peft cannot load it over {_base_model_name(folder)}: {first_line(error)}")
             return None
+        findings.details[BASE_HASH] = weights_hash(ModelConfig(path=_base_model_name(folder)))
         verify_tokenizer_and_stops(spec.generation, folder, None, probes, findings)
         compare_weights(spec.model, LoadedWeights(model), spec.dtype, findings)
         return compute_logits(model, probes, spec.compares_in_fp32)

@@ -23,7 +23,7 @@ from whet.core.config import load_config
 from whet.core.console import set_quiet, silence_libraries, warn
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
-from whet.core.files import user_path
+from whet.core.files import require_file_place, user_path
 from whet.data.config import DataConfig, Source
 from whet.data.read.detection import detect_source_format
 from whet.data.read.locate import locate_containers
@@ -85,6 +85,8 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
     silence_libraries()
     if launch_env.rank() > 0:
         set_quiet()
+    if request.out is not None:
+        _require_result_place(request.out)
     models = pin_version(request.reference), request.against and pin_version(request.against)
     request = dataclasses.replace(request, reference=models[0], against=models[1])
     config = _evaluation_config(request)
@@ -194,7 +196,14 @@ def _other_task_results(request: EvaluationRequest, config: Config, ranks: Ranks
     assert request.against is not None
     if request.against.endswith(".json"):
         scored = read_hashed_json(Path(request.against), "Evaluate that model again: whet eval")
-        return results_from_json(scored, request.against)
+        results = results_from_json(scored, request.against)
+        known = {result.task for result in results}
+        if missing := sorted({task.name for task, _ in load_tasks(config.eval)} - known):
+            raise WhetError(
+                f"--against {request.against}: it has no result of {', '.join(missing)}, only of "
+                f"{', '.join(sorted(known))}. Name such tasks with --tasks, or give the model instead of its file"
+            )
+        return results
     other = dataclasses.replace(request, reference=request.against, data=None, overrides=(), tasks=None)
     other_config = _evaluation_config(other).model_copy(update={"eval": config.eval})
     return _evaluate_reference(other, other_config, ranks, with_loss=False).task_results
@@ -286,6 +295,16 @@ def _with_perplexity(losses: dict[str, float]) -> dict[str, float]:
     if losses.get("val_loss", math.inf) < 700:
         return {**losses, "val_perplexity": math.exp(losses["val_loss"])}
     return losses
+
+
+def _require_result_place(out: str) -> None:
+    """Refuse a place for --out where no file can be written: an evaluation may take hours."""
+    file = user_path(out)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WhetError(f"--out {out}: cannot be written: {error.strerror}. Give another place") from None
+    require_file_place("--out", file)
 
 
 def _result_file(request: EvaluationRequest, found: EvaluationResult) -> Path | None:

@@ -15,7 +15,7 @@ from whet.checkpoint.load import CheckpointWeights, verify_checkpoint
 from whet.config import Config
 from whet.convert.neox_export import NeoXFormat
 from whet.core.checksums import read_hashed_json, write_hashed_json
-from whet.core.console import info, silence_libraries
+from whet.core.console import info, silence_libraries, warn
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
 from whet.core.files import resolve_path
@@ -68,6 +68,8 @@ def export_model(
     """Export the checkpoint of `step`, verified on a few conversations of the run. Unless it is the last one of a
     finished run, the name of the folder ends with the step."""
     kind = KIND_ALIASES.get(request.kind, request.kind)
+    if kind not in EXPORT_FORMATS:
+        raise WhetError(f"to: {kind!r} is not a kind of export. Use one of {', '.join(EXPORT_FORMATS)}")
     name = kind if request.dtype is None else f"{kind}-{request.dtype.lower()}"
     name = name if is_final else f"{name}-{directory.checkpoint_name(step)}"
     folder = request.out or config.folder / "exports" / name
@@ -132,7 +134,13 @@ def export_run(reference: str, request: ExportRequest) -> tuple[Path, Certificat
     step = directory.resolve_step(path / "checkpoints", which)
     require_same_tokenizer(config, path / "ledger.json")
     data = load_ledger_data(config, path / "ledger.json")
-    is_final = step == read_status(path).get("steps")
+    status = read_status(path)
+    is_final = step == status.get("steps")
+    if which == "latest" and status.get("state") == "finished" and not is_final:
+        warn(
+            f"{path}: the run finished with step {status.get('steps')}, but its newest checkpoint is of step {step}: "
+            "that one is exported"
+        )
     with data.check():
         return export_model(config, data, request, step, init_distributed(), is_final)
 

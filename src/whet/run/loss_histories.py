@@ -57,7 +57,13 @@ class ConversationHistories:
         store = Store(Path(ledger["stores"]["train"]))
         is_split = ledger["stores"].get("validation") == ledger["stores"]["train"]
         held_out = int(ledger.get("held_out", 0)) if is_split else 0
-        return cls(LossHistories(read_training_losses(run)), store, len(store) - held_out)
+        histories = LossHistories(read_training_losses(run))
+        if len(histories) and (highest := int(histories.documents.max())) >= len(store):
+            raise WhetError(
+                f"{run / TRAINING_LOSSES}: damaged: it names conversation {highest:,}, and the data has "
+                f"{len(store):,}. Nothing else of the run depends on it"
+            )
+        return cls(histories, store, len(store) - held_out)
 
     def conversation(self, row: int) -> ConversationLoss:
         """One row of `histories`, with its place."""

@@ -45,7 +45,7 @@ def find_runs(root: Path) -> list[Path]:
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
     try:
         with os.scandir(folder) as entries:
-            found = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+            found = sorted(entry.name for entry in entries if not entry.name.startswith(".") and _is_folder(entry))
     except OSError:
         return
     for name in found:
@@ -53,6 +53,13 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
             yield folder / name
         elif depth > 1 and not (folder / name).is_symlink():  # a link may lead back
             yield from _runs_below(folder / name, depth - 1)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # such as a link that leads to itself
+        return False
 
 
 def resolve_run(reference: str) -> Path:

@@ -69,7 +69,8 @@ _ROWS: Rows = {
                     "dpo_label_smoothing dpo_loss_type dpo_loss_weights precompute_ref_log_probs dpo_use_liger_kernel "
                     "dpo_padding_free trl vllm ebft center_rewards_coefficient num_labels"),
     **no_equivalent("stops a run by a rule; train.on_nonfinite and train.on_spike guard it", "loss_watchdog_threshold "
-                    "loss_watchdog_patience early_stopping_patience"),
+                    "loss_watchdog_patience"),
+    **no_equivalent("early stopping: set eval.patience and eval.every", "early_stopping_patience"),
     **no_equivalent("quantization while training or after", "qat quantization"),
     **no_equivalent("the model's own positions and attention are used", "rope_scaling overrides_of_model_config "
                     "overrides_of_model_kwargs use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks "
@@ -392,7 +393,7 @@ KIND = Kind(
     defaults={
         **{key: value for key, value in DEFAULTS.items() if key not in ("eval_on_start", "seed")},
         "per_device_train_batch_size": 1, "num_train_epochs": 1.0, "lr_scheduler_type": "cosine", "bf16": "auto",
-        "max_length": 512, "save_total_limit": 4, "save_strategy": "", "save_steps": None, "lora_dropout": 0.0,
-        "train_on_inputs": False, "seed": 42,
+        "max_length": 512, "save_total_limit": 4, "save_strategy": "", "save_steps": None, "eval_strategy": "",
+        "lora_dropout": 0.0, "train_on_inputs": False, "seed": 42,
     },
 )  # fmt: skip

@@ -19,7 +19,8 @@ ROWS: Rows = {
         "bfloat16.enabled bf16.bf16_master_weights_and_grads fp16.loss_scale fp16.initial_scale_power "
         "fp16.loss_scale_window fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale optimizer.type "
         "optimizer.params.lr optimizer.params.betas optimizer.params.eps optimizer.params.weight_decay "
-        "optimizer.params.adam_w_mode scheduler.type scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr "
+        "optimizer.params.adam_w_mode optimizer.params.bias_correction torch_autocast.enabled torch_autocast.dtype "
+        "scheduler.type scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr "
         "scheduler.params.warmup_num_steps scheduler.params.warmup_type scheduler.params.total_num_steps "
         "scheduler.params.warmup_min_ratio scheduler.params.cos_min_ratio zero_optimization.stage "
         "zero_optimization.offload_optimizer.device zero_optimization.offload_param.device "
@@ -60,17 +61,18 @@ ROWS: Rows = {
     **no_equivalent("training on parts of the data or the model", "curriculum_learning data_efficiency "
                     "progressive_layer_drop compression_training sparse_attention eigenvalue quantize_training"),
     **no_equivalent("NVIDIA Apex", "amp"),
+    **no_equivalent("AMSGrad: train.optimizer has AdamW without it", "optimizer.params.amsgrad"),
     **no_equivalent("searches for a configuration", "autotuning elasticity"),
     **not_needed(_LOGS, "steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler tensorboard "
                  "wandb csv_monitor comms_logger comet monitor_config log_level"),
     **not_needed("affects only speed or memory; whet chooses", "prescale_gradients gradient_predivide_factor "
                  "sparse_gradients fp32_allreduce communication_data_type seq_parallel_communication_data_type "
-                 "disable_allgather graph_harvesting torch_autocast compile use_data_before_expert_parallelism "
+                 "disable_allgather graph_harvesting compile use_data_before_expert_parallelism "
                  "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer activation_checkpointing data_types "
                  "dataloader_drop_last vocabulary_size checkpoint managed_gradient_accumulation "
                  "bf16.immediate_grad_update bf16.check_grad_overflow bf16.check_overflow fp16.auto_cast "
-                 "fp16.fp16_master_weights_and_grads optimizer.params.torch_adam optimizer.params.bias_correction "
-                 "optimizer.legacy_fusion optimizer.params.fused optimizer.params.amsgrad "
+                 "fp16.fp16_master_weights_and_grads optimizer.params.torch_adam optimizer.legacy_fusion "
+                 "optimizer.params.fused torch_autocast.lower_precision_safe_modules "
                  "scheduler.params.last_batch_iteration tensor_parallel.tp_size"),
 }  # fmt: skip
 
@@ -137,6 +139,12 @@ def put_precision(draft: Draft) -> None:
         draft.put("train.precision", "fp32", "fp16.enabled", bf16, why="neither is on")
     elif not draft.has("fp16.enabled"):  # auto
         _note_loss_scale(draft)
+    if draft.has("torch_autocast.enabled") and draft.flag("torch_autocast.enabled"):
+        dtype = str(draft.text("torch_autocast.dtype") or "bfloat16").removeprefix("torch.")  # torch's own default
+        names = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
+        if dtype not in names:
+            raise draft.fail("torch_autocast.dtype", "is not bfloat16 or float16")
+        draft.put("train.precision", names[dtype], "torch_autocast.enabled", "torch_autocast.dtype")
     if draft.flag("bf16.bf16_master_weights_and_grads"):
         draft.put("model.dtype", "bf16", "bf16.bf16_master_weights_and_grads")
 
@@ -169,6 +177,11 @@ def put_optimizer(draft: Draft) -> None:
     if draft.has("optimizer.params.adam_w_mode") and not draft.flag("optimizer.params.adam_w_mode"):
         draft.note("no equivalent", "optimizer.params.adam_w_mode", "weight decay as a part of the gradient (L2): "
                    "whet's is decoupled")  # fmt: skip
+    correction = "optimizer.params.bias_correction"
+    if draft.has(correction) and draft.flag(correction):
+        draft.use(correction)
+    elif draft.has(correction):
+        draft.note("no equivalent", correction, "Adam without bias correction: whet's has it")
     for key in ("lr", "eps", "weight_decay"):
         if (value := draft.number(f"optimizer.params.{key}")) is not None:
             draft.put(f"train.optimizer.{key}", value, f"optimizer.params.{key}")

@@ -258,11 +258,14 @@ _SECRET = re.compile(
     r"(hub_token|auth_token|use_auth_token|(?<![a-z])token|api_key|access_key|account_key|secret|password|passwd"
     r"|credential|connection_string|registry_auth)\w*\Z", re.IGNORECASE,
 )  # fmt: skip
+_VOCABULARY = re.compile(r"((special|eot|eos|bos|pad|unk|add|num|max|eval)_tokens?|\Atokens)\w*\Z")
+"""Keys about tokens of the tokenizer, or their number."""
 
 
 def is_secret(name: str) -> bool:
     """Whether a key or an environment variable holds a secret, by its name."""
-    return _SECRET.search(name) is not None or (name.isupper() and name.endswith(("_TOKEN", "_KEY")))
+    by_word = _SECRET.search(name) is not None and _VOCABULARY.search(name) is None
+    return by_word or (name.isupper() and name.endswith(("_TOKEN", "_KEY")))
 
 
 def environment(variables: dict[str, Any]) -> dict[str, Any]:

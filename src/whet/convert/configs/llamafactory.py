@@ -161,10 +161,13 @@ def put_sources(draft: Draft) -> None:
                    "found: set the path of each source")  # fmt: skip
     draft.use("dataset_dir")
     put_validation_size(draft, "val_size")
-    weights = draft.texts("interleave_probs") if isinstance(draft.raw("interleave_probs"), str) else []
-    if weights and draft.has("dataset"):
-        for number, weight in enumerate(weights[: len(_names(draft, "dataset"))]):
-            draft.put(f"data.sources.{number}.weight", _number(draft, weight), "interleave_probs", "mix_strategy")
+    names = _names(draft, "dataset") if draft.has("dataset") else []
+    given = draft.raw("interleave_probs")
+    weights = given if isinstance(given, list) else draft.texts("interleave_probs")
+    if not weights and str(draft.text("mix_strategy")).startswith("interleave") and len(names) > 1:
+        weights = [1.0] * len(names)  # in turns
+    for number, weight in enumerate(weights[: len(names)]):
+        draft.put(f"data.sources.{number}.weight", _number(draft, weight), "interleave_probs", "mix_strategy")
     if str(draft.text("mix_strategy") or "concat") != "concat":
         draft.note("different", "mix_strategy", "ends when a dataset is exhausted; in whet, weights give shares of an "
                    "epoch")  # fmt: skip
@@ -173,10 +176,10 @@ def put_sources(draft: Draft) -> None:
                    "`whet inspect`, or give a .jinja file in data.template")  # fmt: skip
 
 
-def _number(draft: Draft, text: str) -> float:
+def _number(draft: Draft, text: Any) -> float:
     try:
         return float(text)
-    except ValueError:
+    except (TypeError, ValueError):
         raise draft.fail("interleave_probs", f"has {text!r}, which is not a number") from None
 
 
@@ -196,6 +199,14 @@ def _dataset_info(draft: Draft, folder: Path) -> dict[str, Any]:
 _FIELDS = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system",
            "messages": "messages", "tools": "tools"}  # fmt: skip
 """Columns of dataset_info.json → fields of whet's formats."""
+_USUAL_TAGS = {
+    "role_tag": ("from", "role"), "content_tag": ("value", "content"), "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"), "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call",), "system_tag": ("system",),
+}  # fmt: skip
+"""How dataset_info.json names keys and roles of turns, with the names that whet reads."""
+_INFO_KEYS = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "subset", "split", "columns", "formatting", "tags",
+              "num_samples"}  # fmt: skip
 
 
 def _put_source(draft: Draft, key: str, to: str, name: str, info: Any, folder: Path) -> None:
@@ -215,12 +226,36 @@ def _put_source(draft: Draft, key: str, to: str, name: str, info: Any, folder: P
         fields = {_FIELDS[each]: str(column) for each, column in columns.items() if each in _FIELDS and column}
         sharegpt = info.get("formatting") in ("sharegpt", "openai")
         fields = {
-            each: column for each, column in fields.items() if sharegpt == (each == "messages") or each == "system"
+            each: column
+            for each, column in fields.items()
+            if sharegpt == (each == "messages") or each in ("system", "tools")
         }
         draft.put(f"{to}.fields", fields, key)
-    limit = info.get("num_samples") or draft.integer("max_samples")
-    if isinstance(limit, int) and limit > 0:
-        draft.put(f"{to}.max_samples", limit, "max_samples", key)
+    limits = [each for each in (info.get("num_samples"), draft.integer("max_samples")) if isinstance(each, int)]
+    if limits and min(limits) > 0:
+        draft.put(f"{to}.max_samples", min(limits), "max_samples", key)
+    _note_info(draft, key, name, info)
+
+
+def _mapping(info: dict[str, Any], key: str) -> dict[str, Any]:
+    found = info.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _note_info(draft: Draft, key: str, name: str, info: dict[str, Any]) -> None:
+    """What dataset_info.json says of a dataset and a source of whet does not have."""
+    for column in sorted(_mapping(info, "columns").keys() - _FIELDS.keys()):
+        draft.note("no equivalent", key, f"{name}: columns.{column}: {info['columns'][column]!r} is not read")
+    for tag, value in _mapping(info, "tags").items():
+        if value not in _USUAL_TAGS.get(tag, ()):
+            usual = " or ".join(_USUAL_TAGS.get(tag, ("nothing of this name",)))
+            text = f"{name}: tags.{tag}: {value!r}: whet reads {usual}. Rename it in the data"
+            if tag in ("role_tag", "content_tag"):
+                text += ", or set format: sharegpt and fields: {from: …, value: …}"
+            draft.note("decide", key, text)
+    for other in sorted(info.keys() - _INFO_KEYS):
+        if not is_off(info[other]):
+            draft.note("no equivalent", key, f"{name}: {other}: {info[other]!r} has no equivalent in a source")
 
 
 def put_method(draft: Draft) -> None:

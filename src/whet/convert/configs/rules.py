@@ -325,8 +325,8 @@ def put_intervals(draft: Draft) -> None:
         draft.note("different", "save_strategy", "whet saves ten times in a run, and always at its end")
     if (limit := draft.integer("save_total_limit")) is not None and limit > 0:
         draft.put("checkpoint.keep_last", limit, "save_total_limit")
-    evaluation = str(draft.text("eval_strategy") or "no")
     every = draft.number("eval_steps")
+    evaluation = str(draft.text("eval_strategy") or ("steps" if every else "no"))
     if evaluation == "steps" and every:
         _put_interval(draft, every, "eval_steps", "eval.every")
         draft.use("eval_strategy")

@@ -27,7 +27,8 @@ _ROWS: Rows = {
     **copied("number", router_aux_loss_coef="train.router_aux_loss"),
     **not_needed("the tokenizer's own; whet never trains on padding", "pad_token pad_to_multiple_of"),
     **not_needed(SPEED, "dataset_num_proc dataset_batch_size padding_free eval_packing attn_implementation "
-                 "use_bnb_nested_quant bnb_4bit_quant_storage dataset_kwargs ignore_bias_buffers lora_task_type"),
+                 "use_bnb_nested_quant bnb_4bit_quant_storage ignore_bias_buffers lora_task_type"),
+    **no_equivalent("options of TRL's own preparation; whet renders and tokenizes each conversation", "dataset_kwargs"),
     **not_needed("the order of conversations is random, by run.seed", "shuffle_dataset"),
 }  # fmt: skip
 
@@ -102,7 +103,7 @@ def _put_source(draft: Draft, to: str, source: dict[str, Any], keys: dict[str, s
     if source.get("fraction"):
         draft.put(f"{to}.weight", source["fraction"], key)
         draft.note("different", key, "fraction keeps a part of each dataset so that none repeats; weight repeats")
-    for name in source.keys() - {"path", "name", "split", "fraction", "data_files"}:
+    for name in sorted(source.keys() - {"path", "name", "split", "fraction", "data_files"}, key=str):
         draft.note("no equivalent", key, f"{name}: {source[name]!r} has no equivalent in a source")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from whet.core.checksums import read_hashed_json
 from whet.core.console import warn
 from whet.core.errors import WhetError, first_line, refused_pickle
 from whet.core.files import user_path
+from whet.model.config import ModelConfig
 from whet.model.experts.install import install_experts
-from whet.model.load.weight_files import require_certified_files
+from whet.model.load.weight_files import require_certified_files, weights_hash
 from whet.registry.references import local_path
 
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+BASE_HASH = "base"
+"""The key of a certificate with the hash of the weights that the adapter was trained on."""
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -46,6 +50,11 @@ def attach_adapters(model: nn.Module, base: str, adapters: dict[str, Path]) -> A
         named = _read_adapter_config(folder).get("base_model_name_or_path")
         if named and Path(str(named)).name != Path(base).name and ":" not in base:
             warn(f"{folder}: trained on {named}, not {base}; on another model its output is unpredictable")
+        elif is_trained_on(folder, base) is False:
+            warn(
+                f"{folder}: the weights of {base} are not those that it was trained on (the files were changed since), "
+                "so its output is unpredictable. Bring the old files back"
+            )
         try:
             if number == 0:
                 adapted = load_adapter(model, folder, name)
@@ -102,6 +111,18 @@ def has_4bit_base(folder: Path) -> bool:
     """Whether the adapter was trained on a base quantized to 4 bits, according to its export certificate."""
     certificate = folder / "certificate.json"
     return certificate.is_file() and bool(read_hashed_json(certificate).get("quantize"))
+
+
+def is_trained_on(folder: Path, base: str) -> bool | None:
+    """Whether an adapter was trained on these weights, according to its export certificate; None if it does not say, or
+    the weights are not on this machine."""
+    certificate = folder / "certificate.json"
+    then = read_hashed_json(certificate).get(BASE_HASH) if certificate.is_file() else None
+    now = None
+    if then is not None:
+        with contextlib.suppress(WhetError, OSError, ValueError):  # the hub cannot be reached
+            now = weights_hash(ModelConfig(path=base))
+    return None if then is None or now is None else now == then
 
 
 def parse_adapter_options(texts: list[str]) -> dict[str, Path]:
