@@ -9,9 +9,10 @@ import difflib
 import glob
 import json
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -62,8 +63,9 @@ def _check_options(source: Source, found: list[Container]) -> None:
     """An option without effect is an error."""
     kinds = {container.kind for container in found}
     takes_split = all(isinstance(container, JsonObjectFile) for container in found) or _is_saved_dataset(source)
+    takes_split = takes_split or source.split in splits_in_folder(source)
     for key, fits, what in (
-        ("split", takes_split, "hub:, builtin:, folders saved by datasets and JSON objects"),
+        ("split", takes_split, "hub:, builtin:, folders with files of several splits and JSON objects"),
         ("subset", False, "hub: datasets"),
         ("mask", "tokens" in kinds, ".bin files"),
         ("encoding", all(isinstance(each, (CsvFile, TextFile)) for each in found), ".csv, .tsv and .txt files"),
@@ -134,12 +136,42 @@ def _files_in_folder(folder: Path, source: Source, name: str) -> list[tuple[str,
         and path.is_file()
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
+    stated = {path: _split_of(path.relative_to(folder)) for path in paths}
+    if source.split is not None and (known := _order_splits(stated.values())):
+        chosen = choose_split(name, known, source.split)
+        paths = [path for path in paths if stated[path] == chosen]
     if not paths:
         raise WhetError(
             f"data.sources: {name}: the folder has no data files ({', '.join(wanted)}, also .gz and .zst). "
             "Give a file or another folder"
         )
     return [(str(Path(name) / path.relative_to(folder)), path) for path in paths]
+
+
+_SPLIT_WORDS = {
+    "train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+}  # fmt: skip
+
+
+def _split_of(path: Path) -> str | None:
+    """The split that the name of a file, or of a folder above it, states, as datasets on the hub do."""
+    words = re.split(r"[^a-z]+", str(path.with_name(path.name.partition(".")[0])).lower())
+    found = {_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS}
+    return found.pop() if len(found) == 1 else None
+
+
+def splits_in_folder(source: Source) -> list[str]:
+    """The splits that the names of a folder's files state; none for anything else."""
+    if source.path.startswith(("hub:", "plugin:")) or not user_path(source.path).is_dir() or _is_saved_dataset(source):
+        return []
+    folder = user_path(source.path)
+    files = _files_in_folder(folder, source.model_copy(update={"split": None}), source.path)
+    return _order_splits(_split_of(path.relative_to(folder)) for _, path in files)
+
+
+def _order_splits(found: Iterable[str | None]) -> list[str]:
+    return sorted({split for split in found if split}, key=["train", "validation", "test"].index)
 
 
 def _read_names(file: Path, find: Callable[[Any], Any]) -> list[str]:
