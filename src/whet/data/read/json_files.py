@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from whet.core.errors import WhetError
+from whet.core.errors import BadRecordError, WhetError
 from whet.data.read.container import (
     MAX_RECORD_BYTES,
     SAVE_AS_UTF8,
@@ -25,6 +25,7 @@ from whet.data.read.container import (
     open_bytes,
     read_whole,
     record_too_long,
+    unique_keys,
 )
 from whet.data.read.formats import FORMATS
 
@@ -192,11 +193,13 @@ class JsonObjectFile(Container):
     def _read(self) -> dict[str, Any]:
         raw = read_whole(self.path, self.name, "Write one record per line instead (.jsonl)")
         try:
-            whole = json.loads(raw.decode("utf-8-sig"))
+            whole = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=unique_keys)
         except UnicodeDecodeError as error:
             raise WhetError(
                 f"data.sources: {self.name}: byte {error.start} is not valid UTF-8; {SAVE_AS_UTF8}"
             ) from None
+        except BadRecordError as error:
+            raise WhetError(f"data.sources: {self.name}: {error}") from None
         except (ValueError, RecursionError) as error:
             hint = json_hint(error) if isinstance(error, json.JSONDecodeError) else ""
             raise WhetError(
