@@ -149,6 +149,11 @@ def test_faults_are_named_by_row(tmp_path: Path) -> None:
     assert found[1].origin.line == 3
     assert "column 3, which has no name" in found[1].explanation
     assert isinstance(found[2], BadRecord)
+    _, [good, repeated] = read(
+        write(tmp_path / "c.xlsx", [["prompt", "completion"], ["a", "b"], ["prompt", "completion"]])
+    )
+    assert good == ["a", "b"]
+    assert "row repeats the names of the columns" in repeated.explanation
     with pytest.raises(WhetError, match="has 'prompt' twice"):
         read(write(tmp_path / "b.xlsx", [["prompt", "prompt"], ["a", "b"]]))
 

@@ -160,7 +160,11 @@ def test_a_bad_line_says_what_to_do(tmp_path: Path, record: str, message: str) -
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (b"a,NaN", "'completion' is null (in a CSV file: NaN or #N/A)"),
+        (b"a,NaN", "'completion' is null (in a table: NaN, NULL or #N/A)"),
+        (b"a,NULL", "'completion' is null"),
+        (b"a,\\N", "'completion' is null"),
+        (b"a,#SPILL!", "'completion' is null"),
+        (b"prompt,completion", "this row repeats the names of the columns, as where files were joined. Remove it"),
         (b"#REF!,b", "'prompt' is null"),
         (b"a,b,c", "Write a cell that contains a comma between double quotes"),
         (b'"a "b" c",d', "Double a quote inside a quoted cell"),

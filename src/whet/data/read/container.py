@@ -65,7 +65,7 @@ def _reject_constant(name: str) -> Any:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, for `object_pairs_hook`: json.loads keeps the last of several values of one key. Takes 3 µs a record."""
+    """An object, for `object_pairs_hook`: json.loads keeps the last of several values of a key. Takes 3 µs a record."""
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(key for key in found if sum(key == each for each, _ in pairs) > 1)

@@ -24,6 +24,7 @@ from whet.data.read.text_files import (
     find_header,
     is_blank,
     names_columns,
+    repeats_header,
     table_record,
 )
 
@@ -79,8 +80,8 @@ class ExcelFile(Container):
                 if explanation is not None:
                     yield RawRecord(number, UnreadableRecord("broken table", explanation), self.name)
                 else:
-                    row += [""] * (len(header) - len(row))
-                    yield RawRecord(number, table_record(header, row[: len(header)]), self.name)
+                    row = row[: len(header)] + [""] * (len(header) - len(row))
+                    yield RawRecord(number, repeats_header(header, row) or table_record(header, row), self.name)
 
     def count(self) -> int:
         return max(0, self._layout.last_row - self._header_row)

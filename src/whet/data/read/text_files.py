@@ -89,7 +89,8 @@ class CsvFile(Container):
                     continue
                 if header is not None:
                     self.blank, waiting = self.blank + waiting, 0
-                    yield RawRecord(line, _csv_record(header, row, self._delimiter), self.name)
+                    record = repeats_header(header, row) or _csv_record(header, row, self._delimiter)
+                    yield RawRecord(line, record, self.name)
                 elif line >= self._header_line and not _is_separator_line(row, line):
                     header = check_header(row, f"data.sources: {self.name}:{line}")
                     self.note = describe_unnamed(self.note, header)
@@ -143,6 +144,14 @@ def describe_unnamed(note: str, header: list[str]) -> str:
     return ", ".join(filter(None, [note, f"not used: columns without a name ({unnamed})"]))
 
 
+def repeats_header(header: list[str], row: Sequence[str]) -> UnreadableRecord | None:
+    """The fault of a row that has the names of the columns once more."""
+    if [cell.strip() for cell in row] != header:
+        return None
+    explanation = "this row repeats the names of the columns, as where files were joined. Remove it"
+    return UnreadableRecord("broken table", explanation)
+
+
 def table_record(header: list[str], row: list[str]) -> DecodedRecord:
     """A row as an object: its named cells."""
     cells = zip(header, row, strict=True)
@@ -187,8 +196,14 @@ def _csv_record(header: list[str], row: list[str], delimiter: str) -> LazyRecord
 
 
 _DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar", ":": "colon", "^": "caret", "~": "tilde"}
-_MISSING_VALUES = frozenset(("NaN", "nan", "<NA>", "#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"))
-"""What pandas and spreadsheets write for a missing value or a failed formula; like null in JSON."""
+_MISSING_VALUES = frozenset((
+    "NaN", "nan", "<NA>", "NULL", r"\N",
+    "#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!", "#SPILL!", "#CALC!", "#BUSY!", "#FIELD!",
+    "#BLOCKED!", "#CONNECT!", "#UNKNOWN!", "#GETTING_DATA", "#ERROR!",
+    "#NV", "#BEZUG!", "#WERT!", "#ZAHL!", "#VALEUR!", "#NOM?", "#NOMBRE!", "#¡REF!", "#¡VALOR!", "#¡DIV/0!", "#N/D",
+))  # fmt: skip
+"""What pandas, databases and spreadsheets (also in German, French and Spanish) write for a missing value or a failed
+formula; like null in JSON."""
 _DETECTION_ROWS, _DETECTION_CHARACTERS = 100, 2**20
 
 
