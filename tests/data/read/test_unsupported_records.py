@@ -425,6 +425,27 @@ def test_the_lines_of_the_docs_write_messages(read: Any, name: str, exported: An
 
 
 @pytest.mark.system("jq")
+@pytest.mark.parametrize("wrap", [str, lambda text: {"text": text}])
+def test_records_written_as_strings_are_unwrapped(read: Any, wrap: Callable[[str], Any]) -> None:
+    record = wrap(json.dumps({"prompt": "Q?", "completion": "A."}))
+    message = refusal(read, record, record)
+    assert "the texts are records of JSON, written as strings" in message
+    [program] = re.findall(r"jq -c '(.*)' FILE > NEW.jsonl", message)
+    done = subprocess.run(["jq", "-c", program], input=json.dumps([record]), capture_output=True, text=True, check=True)
+    [parsed] = read(json.loads(done.stdout))
+    assert turns(parsed) == ANSWERED
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr])
+def test_messages_written_as_text_are_messages(read: Any, write: Callable[[Any], str]) -> None:
+    [listed] = read({"input": write([{"role": "system", "content": "Be kind."}, USER]), "output": write(ANSWER)})
+    assert turns(listed) == [("system", "Be kind."), *ANSWERED]
+    for text in ('[{"content": "Riga", "page": 3}]', '{"from": "Riga", "value": "2"}', '{"role": "user", "conten'):
+        [kept] = read({"input": "Q?", "output": text})
+        assert turns(kept) == [("user", "Q?"), ("assistant", text)]
+
+
+@pytest.mark.system("jq")
 @pytest.mark.parametrize("is_array", [False, True])
 @pytest.mark.parametrize(
     "record",

@@ -25,6 +25,7 @@ from whet.data.read.unsupported_records import (
     find_context,
     find_turns,
     is_known_shape,
+    name_json_text,
     name_preference,
     name_shape,
     name_unanswered,
@@ -158,6 +159,8 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
         raise WhetError(f"data.sources: {source.path}: {unknown}{shape}")
     chosen = _require_one_match(found, sample, source)
     if shape := _name_unanswered(chosen, sample):
+        raise WhetError(f"data.sources: {source.path}: {shape}")
+    if chosen[0] == "text" and (shape := name_json_text(sample[0], dict(chosen[1])["text"])):
         raise WhetError(f"data.sources: {source.path}: {shape}")
     marks = [find_chat_marker(record, dict(chosen[1])["text"]) for record in sample] if chosen[0] == "text" else []
     if any(marks):

@@ -158,6 +158,22 @@ def name_shape(sample: Sequence[Any], recognised: bool) -> str | None:
     return None
 
 
+def name_json_text(record: Any, name: str) -> str | None:
+    """A document that is a record itself, written twice as JSON."""
+    text = record.get(name) if isinstance(record, dict) else record
+    if not isinstance(text, str) or text.lstrip()[:1] not in ("{", "["):
+        return None
+    try:
+        inner = json.loads(text)
+    except ValueError:
+        return None
+    if not any(form.recognise(inner, {}) for key, form in FORMATS.items() if key != "marked"):
+        return None
+    command = _unwrap(name) if isinstance(record, dict) else "jq -c '(arrays[], strings)' FILE > NEW.jsonl"
+    command = command.replace("' FILE", " | fromjson' FILE")
+    return f"the texts are records of JSON, written as strings. Unwrap them: {command}"
+
+
 def is_known_shape(sample: Sequence[Any]) -> bool:
     """Whether the records are of a shape that is no question and answer, whatever the names of its fields."""
     records = [record for record in sample if isinstance(record, dict)]
