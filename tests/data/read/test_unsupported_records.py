@@ -424,6 +424,67 @@ def test_the_lines_of_the_docs_write_messages(read: Any, name: str, exported: An
     assert turns(parsed) == expected
 
 
+@pytest.mark.parametrize(
+    ("record", "names"),
+    [
+        ({"question": "Q?", "answer": "B.", "corrected_answer": "A."}, ("answer", "corrected_answer")),
+        ({"prompt": "Q?", "response": "B.", "Ground Truth": "A."}, ("response", "Ground Truth")),
+        ({"query": "Q?", "context": "C.", "response": "B.", "edited response": "A."}, ("response", "edited response")),
+    ],
+)
+def test_an_answer_beside_its_correction_is_ambiguous(read: Any, record: Any, names: tuple[str, str]) -> None:
+    message = refusal(read, record)
+    assert "{!r} and {!r} may each be the answer".format(*names) in message
+    formats = re.findall(r"set format: (\S+) and fields: ({.*?})", message)
+    for (form, fields), text in zip(formats, ("B.", "A."), strict=True):
+        [chosen] = read(record, format=form, fields=yaml.safe_load(fields))
+        assert turns(chosen) == [("user", "Q?\n\nC." if "context" in record else "Q?"), ("assistant", text)]
+
+
+def test_a_correction_that_repeats_the_answer_is_no_other(read: Any) -> None:
+    [same] = read({"question": "Q?", "answer": "A.", "corrected_answer": "A."})
+    assert turns(same) == ANSWERED
+
+
+def test_the_verdicts_of_prodigy_are_no_answers(read: Any) -> None:
+    records = [{"prompt": "Q?", "response": "A.", "_input_hash": 1, "answer": each} for each in ("accept", "reject")]
+    assert "annotations of Prodigy, whose 'answer' is a verdict. Set where: answer == 'accept'" in refusal(
+        read, *records
+    )
+    fields = {"prompt": "prompt", "completion": "response"}
+    kept, _ = read(*records, where="answer == 'accept'", format="prompt-completion", fields=fields)
+    assert turns(kept) == ANSWERED
+
+
+@pytest.mark.parametrize("record", [{"text": "I like it.", "label": ["a"]}, {"text": "I like it.", "labels": [[0, 6]]}])
+def test_texts_with_a_list_of_labels_are_no_documents(read: Any, record: Any) -> None:
+    assert "texts with a list ('label" in refusal(read, record)
+    assert read(record, format="text")[0].text == "I like it."
+
+
+def test_an_intent_is_the_answer_and_not_the_question(read: Any, jsonl: Jsonl) -> None:
+    record = {"intent": "greet", "text": "Hello there."}
+    assert "texts with 'intent'" in refusal(read, record)
+    source, _ = propose_source(str(jsonl(json.dumps(record))))
+    assert source.fields == {"prompt": "text", "completion": "intent"}
+
+
+def test_lines_with_their_speakers_are_no_questions(jsonl: Jsonl) -> None:
+    with pytest.raises(WhetError, match="not recognised"):
+        propose_source(str(jsonl(*[json.dumps({"speaker": who, "line": "Hi."}) for who in "AB"])))
+
+
+def test_replies_with_the_message_that_they_answer_are_no_documents(read: Any) -> None:
+    record = {"author_id": "a", "text": "Please help.", "in_response_to_tweet_id": "5"}
+    assert "each record is one message ('author_id' and 'text')" in refusal(read, record)
+
+
+def test_the_roles_of_langchain(read: Any, jsonl: Jsonl) -> None:
+    record = {"messages": [{"type": "human", "content": "Q?"}, {"type": "ai", "content": "A."}]}
+    source, _ = propose_source(str(jsonl(json.dumps(record))))
+    assert [turns(parsed) for parsed in read_source(source)] == [ANSWERED]
+
+
 @pytest.mark.system("jq")
 @pytest.mark.parametrize("wrap", [str, lambda text: {"text": text}])
 def test_records_written_as_strings_are_unwrapped(read: Any, wrap: Callable[[str], Any]) -> None:

@@ -20,11 +20,14 @@ from whet.data.read.record_fields import closest_key, find_optional, present_nam
 from whet.data.read.text_encoding import unmarked_utf16
 from whet.data.read.unsupported_records import (
     ID_NAME,
+    LABELS,
     SCORE,
+    SPEAKER_NAME,
     TURN_KEYS,
     find_context,
     find_turns,
     is_known_shape,
+    name_competing_answers,
     name_json_text,
     name_preference,
     name_shape,
@@ -140,7 +143,8 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
         return DetectedFormat(
             "messages", FORMATS["messages"].resolve_names(fields), "messages (assumed: no record is readable)"
         )
-    if fields.keys().isdisjoint(_ANSWER_FIELDS) and (shape := name_preference(sample)):
+    named = not fields.keys().isdisjoint(_ANSWER_FIELDS)
+    if not named and (shape := name_preference(sample) or name_competing_answers(sample)):
         raise WhetError(f"data.sources: {source.path}: {shape}")
     candidates = [name for name in _DETECTABLE if fields.keys() <= FORMATS[name].fields.keys()]
     each = [_match_formats(record, candidates, fields) for record in sample]
@@ -296,7 +300,8 @@ def _suggest_for_record(record: Any, fields: Mapping[str, str]) -> SuggestedFiel
 
 
 def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
-    """For records with exactly two texts: the first may be the question, the second its answer."""
+    """For records with exactly two texts: the first may be the question, the second its answer, unless the first is a
+    label."""
     keys = _record_keys(sample)
     texts = [
         key
@@ -305,6 +310,9 @@ def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
     ]
     if len(texts) != 2 or not all(_COLUMN_NAME.fullmatch(key) and not ID_NAME.fullmatch(key) for key in texts):
         return None
+    if any(SPEAKER_NAME.fullmatch(key) for key in texts):
+        return None  # who says what
+    texts.sort(key=lambda key: key.lower() in LABELS)
     if texts[0] in RECORD_FIELDS["system"] or any(begins_chat(r.get(texts[1])) for r in sample if isinstance(r, dict)):
         return None
     if any(isinstance(r, dict) and (r.get("label") is not None or _has_lists(r)) for r in sample):

@@ -34,8 +34,8 @@ SHAREGPT_FIELDS = {
 _SHAREGPT_EXAMPLE = '{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}'
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "model": "assistant", "bot": "assistant", "system": "system", "observation": "tool", "tool": "tool",
-    "function_response": "tool", "tool_response": "tool",
+    "model": "assistant", "bot": "assistant", "ai": "assistant", "system": "system", "observation": "tool",
+    "tool": "tool", "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
 _SHAREGPT_CALLS = ("function_call", "tool_call")
 
