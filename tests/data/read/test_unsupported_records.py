@@ -402,6 +402,19 @@ SQUAD = {
         {"question": "None?", "answers": []}, {"question": "Q?", "answers": [{"text": "A."}, {"text": "B."}]},
     ]}]}]
 }  # fmt: skip
+LANGCHAIN = [{"type": "human", "data": {"content": "Q?"}}, {"type": "ai", "data": {"content": "A.", "tool_calls": []}}]
+LANGCHAIN_DUMPS = [
+    {"lc": 1, "type": "constructor", "id": ["langchain", "HumanMessage"], "kwargs": {"content": "Q?"}},
+    {"lc": 1, "type": "constructor", "id": ["langchain", "AIMessageChunk"], "kwargs": {"content": "A.", "type": "ai"}},
+]
+TELEGRAM = {"name": "Bob", "messages": [
+    {"type": "service", "actor": "Ann", "text": ""}, {"from": "Ann", "from_id": "user1", "text": ["Q", {"text": "?"}]},
+    {"type": "message", "from": "Bob", "text": "A"}, {"type": "message", "from": "Bob", "text": "."},
+]}  # fmt: skip
+FACEBOOK = {"participants": [{"name": "Bob"}, {"name": "Zo\u00c3\u00ab"}], "messages": [
+    {"sender_name": "Bob", "timestamp_ms": 2, "content": "A."}, {"sender_name": "Zo\u00c3\u00ab", "timestamp_ms": 1,
+     "content": "Q\u00c3\u00bc?"},
+]}  # fmt: skip
 ANSWERED = [("user", "Q?"), ("assistant", "A.")]
 
 
@@ -414,6 +427,10 @@ ANSWERED = [("user", "Q?"), ("assistant", "A.")]
         ("squad.jq", SQUAD, [("user", "Q?\n\nC."), ("assistant", "A.")]),
         ("gemini.jq", GEMINI_WITH_SYSTEM, [("system", "S."), *ANSWERED]),
         ("xlam.jq", XLAM, [("user", "Q?"), ("assistant", "")]),
+        ("gemini.jq", GEMINI | {"system_instruction": {"parts": {"text": "S."}}}, [("system", "S."), *ANSWERED]),
+        ("langchain.jq", LANGCHAIN, ANSWERED),
+        ("langchain.jq", {"messages": LANGCHAIN}, ANSWERED),
+        ("langchain.jq", [{"messages": LANGCHAIN_DUMPS}], ANSWERED),
     ],
 )
 def test_the_lines_of_the_docs_write_messages(read: Any, name: str, exported: Any, expected: list[Any]) -> None:
@@ -422,6 +439,34 @@ def test_the_lines_of_the_docs_write_messages(read: Any, name: str, exported: An
     done = subprocess.run(["jq", "-c", program], input=json.dumps(exported), capture_output=True, text=True, check=True)
     [parsed] = read(json.loads(done.stdout))
     assert turns(parsed) == expected
+
+
+@pytest.mark.parametrize(
+    ("export", "question"), [(TELEGRAM, "Q?"), ({"chats": {"list": [TELEGRAM]}}, "Q?"), (FACEBOOK, "Qü?")]
+)
+def test_chats_between_people_are_refused_and_the_script_writes_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: Any, question: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("result.json").write_text(json.dumps(export))
+    with pytest.raises(WhetError, match="a chat between people, as Telegram, Facebook and Instagram export it"):
+        propose_source("result.json")
+    page = (Path(__file__).parents[3] / "docs/data.md").read_text()
+    [script] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "result.json" in block]
+    exec(script)
+    [parsed] = read_source(Source(path="chats.jsonl"))
+    assert [text.replace("A\n.", "A.") for _, text in turns(parsed)] == [question, "A."]
+
+
+def test_people_are_no_roles(read: Any) -> None:
+    record = {"messages": [{"from": "Ann", "value": "Q?"}, {"from": "Bob", "value": "A."}]}
+    assert "the speakers are 'Ann', 'Bob', not roles such as human and gpt" in refusal(read, record)
+
+
+@pytest.mark.parametrize("messages", [LANGCHAIN, LANGCHAIN_DUMPS])
+def test_messages_of_langchain_are_named(read: Any, messages: Any) -> None:
+    assert "messages of LangChain. docs/data.md has a line" in refusal(read, {"messages": messages})
+    assert "messages of LangChain. docs/data.md has a line" in refusal(read, messages)
 
 
 @pytest.mark.parametrize(

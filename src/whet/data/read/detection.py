@@ -29,6 +29,7 @@ from whet.data.read.unsupported_records import (
     is_known_shape,
     name_competing_answers,
     name_json_text,
+    name_people,
     name_preference,
     name_shape,
     name_unanswered,
@@ -162,7 +163,7 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
         unknown = "" if found else "the format is not recognised: "
         raise WhetError(f"data.sources: {source.path}: {unknown}{shape}")
     chosen = _require_one_match(found, sample, source)
-    if shape := _name_unanswered(chosen, sample):
+    if shape := _name_unanswered(chosen, sample) or _name_people(chosen, sample):
         raise WhetError(f"data.sources: {source.path}: {shape}")
     if chosen[0] == "text" and (shape := name_json_text(sample[0], dict(chosen[1])["text"])):
         raise WhetError(f"data.sources: {source.path}: {shape}")
@@ -191,6 +192,11 @@ def _name_misfit(detected: DetectedFormat, sample: Sequence[Any]) -> str | None:
 def _name_unanswered(chosen: FormatMatch, sample: Sequence[Any]) -> str | None:
     turns = next((name for field, name in chosen[1] if field in _TURN_LISTS), None)
     return None if turns is None else name_unanswered(sample, turns)
+
+
+def _name_people(chosen: FormatMatch, sample: Sequence[Any]) -> str | None:
+    names = dict(chosen[1])
+    return name_people(sample, names["conversations"], names["from"]) if chosen[0] == "sharegpt" else None
 
 
 def _match_formats(record: Any, formats: Sequence[str], fields: Mapping[str, str]) -> set[FormatMatch]:

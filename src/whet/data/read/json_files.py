@@ -170,6 +170,11 @@ class JsonObjectFile(Container):
         if rows := _rows_of_columns(whole):
             self.note = "a column under each key"
             return rows
+        if _is_messenger_export(whole):
+            raise WhetError(
+                f"data.sources: {self.name}: a chat between people, as Telegram, Facebook and Instagram export it. "
+                "docs/data.md has a script that writes it as messages"
+            )
         lists = {} if is_record(whole) else {key: value for key, value in whole.items() if is_list_of_records(value)}
         if self._split is not None:
             if self._split not in lists:
@@ -221,6 +226,16 @@ def _rows_of_columns(whole: dict[str, Any]) -> list[dict[str, Any]]:
     if not all(row.isdigit() for row in rows) or any(list(column) != rows for column in columns):
         return []
     return [{name: column[row] for name, column in whole.items()} for row in rows]
+
+
+def _is_messenger_export(whole: dict[str, Any]) -> bool:
+    chats = whole["chats"].get("list") if isinstance(whole.get("chats"), dict) else [whole]
+    for chat in chats if isinstance(chats, list) else []:
+        messages = chat.get("messages") if isinstance(chat, dict) else None
+        for each in messages if isinstance(messages, list) else []:
+            if isinstance(each, dict) and not {"from_id", "sender_name"}.isdisjoint(each):
+                return True
+    return False
 
 
 def is_record(whole: dict[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from whet.data.read.question_formats import (
     QUESTION_WORDS,
 )
 from whet.data.read.record_fields import EMPTY_VALUES, closest_key, decode_list, find_optional, shorten
-from whet.data.read.sharegpt import SHAREGPT_ROLES
+from whet.data.read.sharegpt import SHAREGPT_CALLS, SHAREGPT_ROLES
 
 Record = Mapping[str, Any]
 
@@ -387,9 +387,34 @@ def _name_export(record: Record) -> str | None:
         return "chats as ChatGPT exports them, with every version of an answer ('mapping')"
     if is_turn_list(record.get("paragraphs"), "qas"):
         return "questions inside paragraphs, as in SQuAD"
+    turns = record["messages"] if isinstance(record.get("messages"), list) else []
+    if any(isinstance(each, dict) and _is_langchain(each) for each in (record, *turns)):
+        return "messages of LangChain"
     if is_turn_list(contents, "parts"):
         return "chats in the form of Google's Gemini ('contents' with 'parts')"
     return None
+
+
+def _is_langchain(message: Record) -> bool:
+    """What messages_to_dict and dumps write."""
+    inner = message.get("data", message.get("kwargs"))
+    return ("lc" in message or message.keys() == {"type", "data"}) and isinstance(inner, dict) and "content" in inner
+
+
+def name_people(sample: Sequence[Any], turns: str, speaker: str) -> str | None:
+    """Chats between people, as messengers export them, in which nobody has a role."""
+    found: dict[str, None] = {}
+    for record in sample:
+        for turn in record[turns] if isinstance(record, dict) and isinstance(record.get(turns), list) else ():
+            if isinstance(turn, dict) and isinstance(turn.get(speaker), str):
+                found[turn[speaker]] = None
+    if not found or any(name.strip().lower() in (*SHAREGPT_ROLES, *SHAREGPT_CALLS, *_SPEAKERS) for name in found):
+        return None
+    names = ", ".join(map(repr, list(found)[:4]))
+    return (
+        f"the speakers are {names}, not roles such as human and gpt. Write gpt for the one that the model should speak "
+        "for, and human for the others"
+    )
 
 
 def _find_names(record: Record) -> tuple[str | None, str | None]:
