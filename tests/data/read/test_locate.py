@@ -30,6 +30,7 @@ def test_a_folder_is_read_recursively_in_sorted_order(tmp_path: Path) -> None:
         "README.md",
         "dataset_infos.json",
         ".hidden/a.jsonl",
+        "~$a.xlsx",
         ".x.jsonl",
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -487,8 +487,9 @@ def test_an_answer_beside_its_correction_is_ambiguous(read: Any, record: Any, na
 
 
 def test_a_correction_that_repeats_the_answer_is_no_other(read: Any) -> None:
-    [same] = read({"question": "Q?", "answer": "A.", "corrected_answer": "A."})
-    assert turns(same) == ANSWERED
+    for other in ({"corrected_answer": "A."}, {"gold_reasoning": "Because."}, {"reference_url": "https://x.org"}):
+        [same] = read({"question": "Q?", "answer": "A.", **other})
+        assert turns(same) == ANSWERED
 
 
 def test_the_verdicts_of_prodigy_are_no_answers(read: Any) -> None:

@@ -134,7 +134,7 @@ def _files_in_folder(folder: Path, source: Source, name: str) -> list[tuple[str,
         if data_suffix(path) in wanted
         and path.name not in _DATASET_CARDS
         and path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and not any(part.startswith((".", "~$")) for part in path.relative_to(folder).parts)  # ~$: Excel has it open
     )
     stated = {path: _split_of(path.relative_to(folder)) for path in paths}
     if source.split is not None and (known := _order_splits(stated.values())):
@@ -225,6 +225,9 @@ def open_container(name: str, path: Path, source: Source) -> Container:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     _reject_other_files(name, suffix, head)
+    if detect_compression(path):
+        with open_bytes(path, name) as stream:
+            _reject_archive(name, stream.read(_HEAD_BYTES))
     return _open_by_suffix(name, path, source, suffix, head)
 
 
@@ -236,6 +239,8 @@ _OTHER_FILES = (
     (b"%PDF", "a PDF file", "Write its text as JSON Lines (.jsonl)"),
     (b"SQLite format 3", "an SQLite database", "Export the table as CSV"),
     (b"\x93NUMPY", "a NumPy array", "Write its records as JSON Lines (.jsonl)"),
+    (b"{\\rtf", "a document in Rich Text Format", "Save its text as plain text (.txt) to train on every word"),
+    (b"\x80\x04\x95", "a pickle of Python", "Write its records as JSON Lines (.jsonl)"),
     (b"version https://git-lfs", "a pointer of Git LFS, not the data itself", "Get the data: git lfs pull"),
 )
 """What people give whet by mistake: first bytes, what the file is, and what to do."""
@@ -245,6 +250,7 @@ def _reject_other_files(name: str, suffix: str, head: bytes) -> None:
     for magic, what, remedy in _OTHER_FILES:
         if head.startswith(magic):
             raise WhetError(f"data.sources: {name}: the file is {what}. {remedy}")
+    _reject_archive(name, head)
     if head.startswith(_ZIP_MAGIC) and not _is_workbook(suffix, head):
         if b"opendocument" in head or suffix in (".ods", ".xlsb", ".numbers"):
             raise WhetError(f"data.sources: {name}: the file is a spreadsheet. Save it as .xlsx or as CSV UTF-8")
@@ -259,6 +265,21 @@ def _reject_other_files(name: str, suffix: str, head: bytes) -> None:
             f"data.sources: {name}: the file is a web page: the download gave a login or error page instead of the "
             "data. Download it again"
         )
+
+
+def _reject_archive(name: str, head: bytes) -> None:
+    if head[257:262] == b"ustar":
+        raise WhetError(f"data.sources: {name}: the file is a tar archive. Unpack it, and give the files in it")
+
+
+def _reject_other_content(name: str, path: Path, suffix: str) -> None:
+    """JSON named as a table, or a table named as JSON: each line of it would be a bad record."""
+    first, _ = _first_lines(name, path)
+    if suffix in _CSV_DELIMITERS and first.startswith((b"{", b"[")) and _is_valid_json(first):
+        raise WhetError(f"data.sources: {name}: the file is JSON, not a table. Rename it to .jsonl")
+    is_json = first.startswith((b"{", b"[")) or b"\0" in first
+    if suffix in (*_JSONL_SUFFIXES, *_JSON_SUFFIXES) and not is_json and is_table(path, name):
+        raise WhetError(f"data.sources: {name}: the file is a table, not JSON. Rename it to .csv")
 
 
 def _is_workbook(suffix: str, head: bytes) -> bool:
@@ -281,6 +302,7 @@ def _open_by_suffix(name: str, path: Path, source: Source, suffix: str, head: by
                 "boundaries of the documents. Copy it there"
             )
         return TokenFile(name, path, source.mask)
+    _reject_other_content(name, path, suffix)
     if suffix in _CSV_DELIMITERS:
         return CsvFile(name, path, _CSV_DELIMITERS[suffix], source.encoding)
     if suffix == ".txt":

@@ -7,6 +7,7 @@ import contextlib
 import csv
 import io
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,11 @@ class CsvFile(Container):
         found, rows = _detect_delimiter(path, name, self._codec, delimiter)
         header = find_header([row for _, row in rows])
         self._header_line = rows[header][0] if rows else 1
+        if found == "|" and any(_MARKDOWN_RULE.fullmatch("|".join(row)) for _, row in rows[header + 1 : header + 2]):
+            raise WhetError(
+                f"data.sources: {name}:{rows[header + 1][0]}: the file is a Markdown table. Save it as CSV: remove "
+                "this line, and the bars and spaces at the edges of the cells"
+            )
         self.kind = "csv" if delimiter == "," else "tsv"
         if found != delimiter:
             self.kind += found
@@ -206,6 +212,8 @@ _MISSING_VALUES = frozenset((
 formula; like null in JSON."""
 _DETECTION_ROWS, _DETECTION_CHARACTERS = 100, 2**20
 
+
+_MARKDOWN_RULE = re.compile(r"[\s|]*:?-{2,}[\s|:-]*")
 
 _COUNTED_BYTES = 2**25
 HEADER_ROWS = 10

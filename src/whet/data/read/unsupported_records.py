@@ -93,7 +93,8 @@ _CONVERSATION_KEY = re.compile(r"(?:conversation|conv|dialog(?:ue)?|chat|thread|
 LABELS = ("label", "labels", "summary", "code", "sentiment", "intent", "emotion")
 _VERDICTS = ("accept", "reject", "ignore")
 _BETTER = re.compile(
-    r"(?:^|_)(?:corrected|correction|edited|revised|improved|rewritten|ideal|gold|golden|ground_?truth|expected|reference)(?:_|$)"
+    r"(?:correct(?:ed)?|edited|revised|improved|rewritten|ideal|gold(?:en)?|ground_?truth|expected|reference)"
+    r"_(?:answer|response|completion|output|solution|reply|text)|correction|gold|ground_?truth"
 )
 _REPLY_KEY = re.compile(r"(?:in_)?(?:reply|response)_to(?:_\w+)?", re.IGNORECASE)
 ID_NAME = re.compile(r"(?:.*[_ ])?(?:id|uuid|idx|index|nr|key|url)\.?", re.IGNORECASE)
@@ -145,7 +146,7 @@ def name_competing_answers(sample: Sequence[Any]) -> str | None:
         if prompt is None or answer is None:
             continue
         for key, value in record.items():
-            is_better = key not in (prompt, answer) and _BETTER.search(re.sub(r"[\W_]+", "_", str(key).lower()))
+            is_better = key not in (prompt, answer) and _BETTER.fullmatch(re.sub(r"[\W_]+", "_", str(key).lower()))
             if is_better and isinstance(value, str) and value.strip() and value != record[answer]:
                 remedies = (f"to train on {each!r}, {_suggest_answer(records, each)}" for each in (answer, key))
                 return f"{answer!r} and {key!r} may each be the answer: {'; '.join(remedies)}"
