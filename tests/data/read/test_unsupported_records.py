@@ -730,6 +730,12 @@ LONG = "A text of more than forty characters, which nobody reads."
         ([USER, {**ANSWER, "emotion": "joy"}], "not used: emotion"),
         ({"prompt": "Q?", "completion": "A.", "score": 3.5},
          "not used: score. To keep the better answers by score: where: score >= NUMBER"),
+        ({"prompt": "Q?", "completion": "A.", "status": "Rejected"},
+         "not used: status. status is 'Rejected' in some; to leave these out: where: status != 'Rejected'"),
+        ({"prompt": "Q?", "completion": "A.", "is_correct": False},
+         "not used: is_correct. is_correct is False in some; to leave these out: where: is_correct != False"),
+        ({"prompt": "Q?", "completion": "A.", "split": "train"},
+         "not used: split. split names splits; to read one: where: split == 'train'"),
         ({"prompt": "Q?", "completion": "A.", "input_quality": "good"}, "not used: input_quality"),
         ({"question": "1+1?", "A": "1", "B": "2", "answer": "B", "subject": "maths"}, "not used: subject"),
         ({"prompt": "Q?", "completion": "A.", "explanation": LONG}, "not used: explanation. To train on explanation as "

@@ -63,6 +63,12 @@ _CLEAR_OPTIONAL = ("system", "input")
 _SUGGESTED_FIRST = sorted(_DETECTABLE, key=lambda name: name == "text")
 _COLUMN_NAME = re.compile(r"[^\W\d].{0,30}(?<![?!.])", re.DOTALL)
 """Not a question or a number, as the first row has them if no row names the columns."""
+_BAD_MARKS = {
+    "rejected", "reject", "declined", "discarded", "deleted", "ignore", "ignored", "incorrect", "wrong", "thumbs_down",
+    "thumbs down", "thumbsdown", "downvote", "dislike",
+}  # fmt: skip
+_GOOD_KEY = re.compile(r"(?:is[ _])?(?:correct|accepted|approved|good|valid|helpful|reviewed|verified)", re.IGNORECASE)
+_SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"}
 _SAMPLED_RECORDS, _MAX_RECORDS_TRIED, _SAMPLED_FILES = 20, 200, 20
 
 FormatMatch = tuple[str, tuple[tuple[str, str], ...]]
@@ -393,8 +399,12 @@ def _unused_turn_keys(sample: Sequence[Any], used: Sequence[str], inner: Sequenc
     return [*dict.fromkeys(found)]
 
 
+def _is_denied(key: str, value: Any) -> bool:
+    return _GOOD_KEY.fullmatch(key) is not None and str(value).strip().lower() in ("false", "no", "0")
+
+
 def _advise(form: str, names: Mapping[str, str], records: Sequence[Any], used: Mapping[str, str]) -> str:
-    """How to use fields that are not used although they hold text or scores."""
+    """How to use fields that are not used although they hold text, scores, verdicts or splits."""
     texts = unused_texts(records, used)
     scores = [
         key
@@ -417,6 +427,12 @@ def _advise(form: str, names: Mapping[str, str], records: Sequence[Any], used: M
         )
     if form == "prompt-completion" and any(begins_chat(record.get(names["prompt"])) for record in records):
         advice += f". {names['prompt']} holds chats as text, each of which becomes one message of the user"
+    for key in [key for key in _record_keys(records) if key not in used and key.isidentifier()]:
+        values = [record.get(key) for record in records]
+        if bad := [value for value in values if str(value).strip().lower() in _BAD_MARKS or _is_denied(key, value)]:
+            advice += f". {key} is {bad[0]!r} in some; to leave these out: where: {key} != {bad[0]!r}"
+        elif {str(value).lower() for value in values} <= _SPLITS:
+            advice += f". {key} names splits; to read one: where: {key} == {values[0]!r}"
     if scores:
         advice += f". To keep the better answers by {scores[0]}: where: {scores[0]} >= NUMBER"
     return advice

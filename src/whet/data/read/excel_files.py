@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 from whet.compat.openpyxl_private import open_sheet_xml
 from whet.core.errors import WhetError
 from whet.data.read.container import Container, RawRecord, UnreadableRecord
-from whet.data.read.excel_numbers import format_number
+from whet.data.read.number_format import format_number
 from whet.data.read.text_files import (
     HEADER_ROWS,
     check_header,
