@@ -264,6 +264,14 @@ def test_a_null_in_a_table_is_an_absent_field(tmp_path: Path) -> None:
     assert isinstance(kept, Conversation)
 
 
+def test_two_columns_of_one_name_are_an_error(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = [pa.array(["a"]), pa.array(["b"]), pa.array(["c"])]
+    pq.write_table(pa.Table.from_arrays(columns, ["prompt", "completion", "completion"]), tmp_path / "a.parquet")
+    with pytest.raises(WhetError, match="two columns have the name 'completion'"):
+        SourceReader(Source(path=str(tmp_path / "a.parquet")))
+
+
 def test_an_explicit_null_in_json_is_kept(tmp_path: Path) -> None:
     calls = [{"name": "f", "arguments": {"city": None}}]
     (tmp_path / "a.jsonl").write_text(

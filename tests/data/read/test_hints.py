@@ -44,6 +44,7 @@ def workbook() -> bytes:
     return file.getvalue()
 
 
+TAR = b"a.jsonl".ljust(257, b"\0") + b"ustar".ljust(255, b"\0")
 GERMAN = "prompt;completion\nWie heißt du?;Ich heiße Jörg.\n"
 RUSSIAN = "prompt;completion\nКак дела?;Хорошо, спасибо.\n"
 ASKED = [["Wie heißt du?", "Ich heiße Jörg."]]
@@ -110,11 +111,19 @@ def test_it_is_read_and_the_assumption_is_named(
         ("a.xlsx", b"PK\x03\x04xl/", "the workbook cannot be read (BadZipFile: "),
         ("a.ods", b"PK\x03\x04mimetypeapplication/vnd.oasis.opendocument", "a spreadsheet. Save it as .xlsx or as CSV"),
         ("a.xls", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "Save it as .xlsx without a password, or as CSV UTF-8"),
+        ("a.txt", b"{\\rtf1\\ansi Hello}", "a document in Rich Text Format. Save its text as plain text (.txt)"),
+        ("a.pkl", b"\x80\x04\x95\x0b\0\0", "a pickle of Python"),
+        ("a.tar", TAR, "a tar archive. Unpack it"),
+        ("a.tgz", gzip.compress(TAR, mtime=0), "a tar archive. Unpack it"),
+        ("a.csv", GOOD.encode(), "the file is JSON, not a table. Rename it to .jsonl"),
+        ("a.jsonl", TABLE.encode(), "the file is a table, not JSON. Rename it to .csv"),
+        ("a.csv", b"| prompt | completion |\n|---|:-:|\n| a | b |\n", "a.csv:2: the file is a Markdown table"),
         ("a.jsonl.xz", b"\xfd7zXZ\0\0", "compressed by xz. Decompress it"),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         ("a.jsonl", b"<!DOCTYPE html>\n", "a web page"),
         ("a.json", f'{{"data": [{GOOD},]}}'.encode(), "a.json:1: not valid JSON: "),
         ("a.json", f'{{"data": [{GOOD},]}}'.encode(), "Remove the comma before ]"),
+        ("a.json", f'{{"a": 1, "data": [{GOOD}], "a": 2}}'.encode(), "an object has the key 'a' twice"),
         ("a.json", (GOOD + GOOD).encode(), "Another record follows: write one record a line (.jsonl)"),
     ],
 )  # fmt: skip
@@ -136,6 +145,8 @@ def test_it_is_refused_with_a_remedy(tmp_path: Path, name: str, content: bytes, 
         ("{“prompt”: “a”}", "Use straight double quotes"),
         ('{"prompt": "a\tb"}', "must be written \\\\n or \\\\t"),
         ("{", "name it .json"),
+        ('{"prompt": "a", "completion": "b", "completion": "c"}', "has the key 'completion' twice; remove one"),
+        (GOOD.replace('"role": "user"', '"role": "user", "role": "system"'), "has the key 'role' twice"),
         ("// a comment", "JSON has no comments"),
         (GOOD[:40], "The record ends too early"),
         ('{"prompt": "cut off in a str', "The record ends too early"),
@@ -157,7 +168,11 @@ def test_a_bad_line_says_what_to_do(tmp_path: Path, record: str, message: str) -
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (b"a,NaN", "'completion' is null (in a CSV file: NaN or #N/A)"),
+        (b"a,NaN", "'completion' is null (in a table: NaN, NULL or #N/A)"),
+        (b"a,NULL", "'completion' is null"),
+        (b"a,\\N", "'completion' is null"),
+        (b"a,#SPILL!", "'completion' is null"),
+        (b"prompt,completion", "this row repeats the names of the columns, as where files were joined. Remove it"),
         (b"#REF!,b", "'prompt' is null"),
         (b"a,b,c", "Write a cell that contains a comma between double quotes"),
         (b'"a "b" c",d', "Double a quote inside a quoted cell"),

@@ -30,6 +30,7 @@ def test_a_folder_is_read_recursively_in_sorted_order(tmp_path: Path) -> None:
         "README.md",
         "dataset_infos.json",
         ".hidden/a.jsonl",
+        "~$a.xlsx",
         ".x.jsonl",
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -218,3 +219,25 @@ def test_files_of_one_format_with_other_field_names_are_told_apart(tmp_path: Pat
     (tmp_path / "b.csv").write_text("question,answer\nQ?,A.\n")
     with pytest.raises(WhetError, match=r"b\.csv:2: .* \(.*prompt: question\}\) differ from .* \(.*prompt: prompt\}\)"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names", [("train.jsonl", "dev.jsonl"), ("data/train-0-of-1.jsonl", "data/validation-0.jsonl")]
+)
+def test_a_folder_with_several_splits_is_not_read_as_one(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / name).write_text(json.dumps({"prompt": name, "completion": "b"}) + "\n")
+    with pytest.raises(WhetError, match=r"state several splits \(train, validation\). Set split to one of them"):
+        read(tmp_path / "set")
+    [only] = read(tmp_path / "set", split="validation")
+    assert only.messages[0].content == names[1]
+    assert propose_source(str(tmp_path / "set"))[0].split == "train"
+    with pytest.raises(WhetError, match="no split 'test'; set split to one of: train, validation"):
+        read(tmp_path / "set", split="test")
+
+
+def test_names_that_state_one_split_or_none_are_read_together(tmp_path: Path) -> None:
+    for name in ("train-1.jsonl", "train-2.jsonl", "contest.jsonl", "latest_trainings.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"prompt": name, "completion": "b"}) + "\n")
+    assert len(read(tmp_path)) == 4

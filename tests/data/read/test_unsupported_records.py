@@ -402,6 +402,19 @@ SQUAD = {
         {"question": "None?", "answers": []}, {"question": "Q?", "answers": [{"text": "A."}, {"text": "B."}]},
     ]}]}]
 }  # fmt: skip
+LANGCHAIN = [{"type": "human", "data": {"content": "Q?"}}, {"type": "ai", "data": {"content": "A.", "tool_calls": []}}]
+LANGCHAIN_DUMPS = [
+    {"lc": 1, "type": "constructor", "id": ["langchain", "HumanMessage"], "kwargs": {"content": "Q?"}},
+    {"lc": 1, "type": "constructor", "id": ["langchain", "AIMessageChunk"], "kwargs": {"content": "A.", "type": "ai"}},
+]
+TELEGRAM = {"name": "Bob", "messages": [
+    {"type": "service", "actor": "Ann", "text": ""}, {"from": "Ann", "from_id": "user1", "text": ["Q", {"text": "?"}]},
+    {"type": "message", "from": "Bob", "text": "A"}, {"type": "message", "from": "Bob", "text": "."},
+]}  # fmt: skip
+FACEBOOK = {"participants": [{"name": "Bob"}, {"name": "Zo\u00c3\u00ab"}], "messages": [
+    {"sender_name": "Bob", "timestamp_ms": 2, "content": "A."}, {"sender_name": "Zo\u00c3\u00ab", "timestamp_ms": 1,
+     "content": "Q\u00c3\u00bc?"},
+]}  # fmt: skip
 ANSWERED = [("user", "Q?"), ("assistant", "A.")]
 
 
@@ -414,6 +427,10 @@ ANSWERED = [("user", "Q?"), ("assistant", "A.")]
         ("squad.jq", SQUAD, [("user", "Q?\n\nC."), ("assistant", "A.")]),
         ("gemini.jq", GEMINI_WITH_SYSTEM, [("system", "S."), *ANSWERED]),
         ("xlam.jq", XLAM, [("user", "Q?"), ("assistant", "")]),
+        ("gemini.jq", GEMINI | {"system_instruction": {"parts": {"text": "S."}}}, [("system", "S."), *ANSWERED]),
+        ("langchain.jq", LANGCHAIN, ANSWERED),
+        ("langchain.jq", {"messages": LANGCHAIN}, ANSWERED),
+        ("langchain.jq", [{"messages": LANGCHAIN_DUMPS}], ANSWERED),
     ],
 )
 def test_the_lines_of_the_docs_write_messages(read: Any, name: str, exported: Any, expected: list[Any]) -> None:
@@ -422,6 +439,117 @@ def test_the_lines_of_the_docs_write_messages(read: Any, name: str, exported: An
     done = subprocess.run(["jq", "-c", program], input=json.dumps(exported), capture_output=True, text=True, check=True)
     [parsed] = read(json.loads(done.stdout))
     assert turns(parsed) == expected
+
+
+@pytest.mark.parametrize(
+    ("export", "question"), [(TELEGRAM, "Q?"), ({"chats": {"list": [TELEGRAM]}}, "Q?"), (FACEBOOK, "Qü?")]
+)
+def test_chats_between_people_are_refused_and_the_script_writes_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: Any, question: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("result.json").write_text(json.dumps(export))
+    with pytest.raises(WhetError, match="a chat between people, as Telegram, Facebook and Instagram export it"):
+        propose_source("result.json")
+    page = (Path(__file__).parents[3] / "docs/data.md").read_text()
+    [script] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "result.json" in block]
+    exec(script)
+    [parsed] = read_source(Source(path="chats.jsonl"))
+    assert [text.replace("A\n.", "A.") for _, text in turns(parsed)] == [question, "A."]
+
+
+def test_people_are_no_roles(read: Any) -> None:
+    record = {"messages": [{"from": "Ann", "value": "Q?"}, {"from": "Bob", "value": "A."}]}
+    assert "the speakers are 'Ann', 'Bob', not roles such as human and gpt" in refusal(read, record)
+
+
+@pytest.mark.parametrize("messages", [LANGCHAIN, LANGCHAIN_DUMPS])
+def test_messages_of_langchain_are_named(read: Any, messages: Any) -> None:
+    assert "messages of LangChain. docs/data.md has a line" in refusal(read, {"messages": messages})
+    assert "messages of LangChain. docs/data.md has a line" in refusal(read, messages)
+
+
+@pytest.mark.parametrize(
+    ("record", "names"),
+    [
+        ({"question": "Q?", "answer": "B.", "corrected_answer": "A."}, ("answer", "corrected_answer")),
+        ({"prompt": "Q?", "response": "B.", "Ground Truth": "A."}, ("response", "Ground Truth")),
+        ({"query": "Q?", "context": "C.", "response": "B.", "edited response": "A."}, ("response", "edited response")),
+    ],
+)
+def test_an_answer_beside_its_correction_is_ambiguous(read: Any, record: Any, names: tuple[str, str]) -> None:
+    message = refusal(read, record)
+    assert "{!r} and {!r} may each be the answer".format(*names) in message
+    formats = re.findall(r"set format: (\S+) and fields: ({.*?})", message)
+    for (form, fields), text in zip(formats, ("B.", "A."), strict=True):
+        [chosen] = read(record, format=form, fields=yaml.safe_load(fields))
+        assert turns(chosen) == [("user", "Q?\n\nC." if "context" in record else "Q?"), ("assistant", text)]
+
+
+def test_a_correction_that_repeats_the_answer_is_no_other(read: Any) -> None:
+    for other in ({"corrected_answer": "A."}, {"gold_reasoning": "Because."}, {"reference_url": "https://x.org"}):
+        [same] = read({"question": "Q?", "answer": "A.", **other})
+        assert turns(same) == ANSWERED
+
+
+def test_the_verdicts_of_prodigy_are_no_answers(read: Any) -> None:
+    records = [{"prompt": "Q?", "response": "A.", "_input_hash": 1, "answer": each} for each in ("accept", "reject")]
+    assert "annotations of Prodigy, whose 'answer' is a verdict. Set where: answer == 'accept'" in refusal(
+        read, *records
+    )
+    fields = {"prompt": "prompt", "completion": "response"}
+    kept, _ = read(*records, where="answer == 'accept'", format="prompt-completion", fields=fields)
+    assert turns(kept) == ANSWERED
+
+
+@pytest.mark.parametrize("record", [{"text": "I like it.", "label": ["a"]}, {"text": "I like it.", "labels": [[0, 6]]}])
+def test_texts_with_a_list_of_labels_are_no_documents(read: Any, record: Any) -> None:
+    assert "texts with a list ('label" in refusal(read, record)
+    assert read(record, format="text")[0].text == "I like it."
+
+
+def test_an_intent_is_the_answer_and_not_the_question(read: Any, jsonl: Jsonl) -> None:
+    record = {"intent": "greet", "text": "Hello there."}
+    assert "texts with 'intent'" in refusal(read, record)
+    source, _ = propose_source(str(jsonl(json.dumps(record))))
+    assert source.fields == {"prompt": "text", "completion": "intent"}
+
+
+def test_lines_with_their_speakers_are_no_questions(jsonl: Jsonl) -> None:
+    with pytest.raises(WhetError, match="not recognised"):
+        propose_source(str(jsonl(*[json.dumps({"speaker": who, "line": "Hi."}) for who in "AB"])))
+
+
+def test_replies_with_the_message_that_they_answer_are_no_documents(read: Any) -> None:
+    record = {"author_id": "a", "text": "Please help.", "in_response_to_tweet_id": "5"}
+    assert "each record is one message ('author_id' and 'text')" in refusal(read, record)
+
+
+def test_the_roles_of_langchain(read: Any, jsonl: Jsonl) -> None:
+    record = {"messages": [{"type": "human", "content": "Q?"}, {"type": "ai", "content": "A."}]}
+    source, _ = propose_source(str(jsonl(json.dumps(record))))
+    assert [turns(parsed) for parsed in read_source(source)] == [ANSWERED]
+
+
+@pytest.mark.system("jq")
+@pytest.mark.parametrize("wrap", [str, lambda text: {"text": text}])
+def test_records_written_as_strings_are_unwrapped(read: Any, wrap: Callable[[str], Any]) -> None:
+    record = wrap(json.dumps({"prompt": "Q?", "completion": "A."}))
+    message = refusal(read, record, record)
+    assert "the texts are records of JSON, written as strings" in message
+    [program] = re.findall(r"jq -c '(.*)' FILE > NEW.jsonl", message)
+    done = subprocess.run(["jq", "-c", program], input=json.dumps([record]), capture_output=True, text=True, check=True)
+    [parsed] = read(json.loads(done.stdout))
+    assert turns(parsed) == ANSWERED
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr])
+def test_messages_written_as_text_are_messages(read: Any, write: Callable[[Any], str]) -> None:
+    [listed] = read({"input": write([{"role": "system", "content": "Be kind."}, USER]), "output": write(ANSWER)})
+    assert turns(listed) == [("system", "Be kind."), *ANSWERED]
+    for text in ('[{"content": "Riga", "page": 3}]', '{"from": "Riga", "value": "2"}', '{"role": "user", "conten'):
+        [kept] = read({"input": "Q?", "output": text})
+        assert turns(kept) == [("user", "Q?"), ("assistant", text)]
 
 
 @pytest.mark.system("jq")
@@ -602,6 +730,12 @@ LONG = "A text of more than forty characters, which nobody reads."
         ([USER, {**ANSWER, "emotion": "joy"}], "not used: emotion"),
         ({"prompt": "Q?", "completion": "A.", "score": 3.5},
          "not used: score. To keep the better answers by score: where: score >= NUMBER"),
+        ({"prompt": "Q?", "completion": "A.", "status": "Rejected"},
+         "not used: status. status is 'Rejected' in some; to leave these out: where: status != 'Rejected'"),
+        ({"prompt": "Q?", "completion": "A.", "is_correct": False},
+         "not used: is_correct. is_correct is False in some; to leave these out: where: is_correct != False"),
+        ({"prompt": "Q?", "completion": "A.", "split": "train"},
+         "not used: split. split names splits; to read one: where: split == 'train'"),
         ({"prompt": "Q?", "completion": "A.", "input_quality": "good"}, "not used: input_quality"),
         ({"question": "1+1?", "A": "1", "B": "2", "answer": "B", "subject": "maths"}, "not used: subject"),
         ({"prompt": "Q?", "completion": "A.", "explanation": LONG}, "not used: explanation. To train on explanation as "

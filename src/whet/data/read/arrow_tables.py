@@ -66,6 +66,8 @@ def iter_rows(batches: Iterator[Any], name: str) -> Iterator[RawRecord]:
             whole = next(batches, None)
         if whole is None:
             break
+        if twice := [column for column in whole.schema.names if whole.schema.names.count(column) > 1]:
+            raise WhetError(f"data.sources: {name}: two columns have the name {twice[0]!r}; rename one of them")
         for start in range(0, whole.num_rows, _BATCH_ROWS):
             batch = RowBatch(whole.slice(start, _BATCH_ROWS), f"{name}:{line + 1}")
             for number in range(min(_BATCH_ROWS, whole.num_rows - start)):

@@ -20,11 +20,16 @@ from whet.data.read.record_fields import closest_key, find_optional, present_nam
 from whet.data.read.text_encoding import unmarked_utf16
 from whet.data.read.unsupported_records import (
     ID_NAME,
+    LABELS,
     SCORE,
+    SPEAKER_NAME,
     TURN_KEYS,
     find_context,
     find_turns,
     is_known_shape,
+    name_competing_answers,
+    name_json_text,
+    name_people,
     name_preference,
     name_shape,
     name_unanswered,
@@ -58,6 +63,12 @@ _CLEAR_OPTIONAL = ("system", "input")
 _SUGGESTED_FIRST = sorted(_DETECTABLE, key=lambda name: name == "text")
 _COLUMN_NAME = re.compile(r"[^\W\d].{0,30}(?<![?!.])", re.DOTALL)
 """Not a question or a number, as the first row has them if no row names the columns."""
+_BAD_MARKS = {
+    "rejected", "reject", "declined", "discarded", "deleted", "ignore", "ignored", "incorrect", "wrong", "thumbs_down",
+    "thumbs down", "thumbsdown", "downvote", "dislike",
+}  # fmt: skip
+_GOOD_KEY = re.compile(r"(?:is[ _])?(?:correct|accepted|approved|good|valid|helpful|reviewed|verified)", re.IGNORECASE)
+_SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"}
 _SAMPLED_RECORDS, _MAX_RECORDS_TRIED, _SAMPLED_FILES = 20, 200, 20
 
 FormatMatch = tuple[str, tuple[tuple[str, str], ...]]
@@ -139,7 +150,8 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
         return DetectedFormat(
             "messages", FORMATS["messages"].resolve_names(fields), "messages (assumed: no record is readable)"
         )
-    if fields.keys().isdisjoint(_ANSWER_FIELDS) and (shape := name_preference(sample)):
+    named = not fields.keys().isdisjoint(_ANSWER_FIELDS)
+    if not named and (shape := name_preference(sample) or name_competing_answers(sample)):
         raise WhetError(f"data.sources: {source.path}: {shape}")
     candidates = [name for name in _DETECTABLE if fields.keys() <= FORMATS[name].fields.keys()]
     each = [_match_formats(record, candidates, fields) for record in sample]
@@ -157,7 +169,9 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
         unknown = "" if found else "the format is not recognised: "
         raise WhetError(f"data.sources: {source.path}: {unknown}{shape}")
     chosen = _require_one_match(found, sample, source)
-    if shape := _name_unanswered(chosen, sample):
+    if shape := _name_unanswered(chosen, sample) or _name_people(chosen, sample):
+        raise WhetError(f"data.sources: {source.path}: {shape}")
+    if chosen[0] == "text" and (shape := name_json_text(sample[0], dict(chosen[1])["text"])):
         raise WhetError(f"data.sources: {source.path}: {shape}")
     marks = [find_chat_marker(record, dict(chosen[1])["text"]) for record in sample] if chosen[0] == "text" else []
     if any(marks):
@@ -184,6 +198,11 @@ def _name_misfit(detected: DetectedFormat, sample: Sequence[Any]) -> str | None:
 def _name_unanswered(chosen: FormatMatch, sample: Sequence[Any]) -> str | None:
     turns = next((name for field, name in chosen[1] if field in _TURN_LISTS), None)
     return None if turns is None else name_unanswered(sample, turns)
+
+
+def _name_people(chosen: FormatMatch, sample: Sequence[Any]) -> str | None:
+    names = dict(chosen[1])
+    return name_people(sample, names["conversations"], names["from"]) if chosen[0] == "sharegpt" else None
 
 
 def _match_formats(record: Any, formats: Sequence[str], fields: Mapping[str, str]) -> set[FormatMatch]:
@@ -293,7 +312,8 @@ def _suggest_for_record(record: Any, fields: Mapping[str, str]) -> SuggestedFiel
 
 
 def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
-    """For records with exactly two texts: the first may be the question, the second its answer."""
+    """For records with exactly two texts: the first may be the question, the second its answer, unless the first is a
+    label."""
     keys = _record_keys(sample)
     texts = [
         key
@@ -302,6 +322,9 @@ def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
     ]
     if len(texts) != 2 or not all(_COLUMN_NAME.fullmatch(key) and not ID_NAME.fullmatch(key) for key in texts):
         return None
+    if any(SPEAKER_NAME.fullmatch(key) for key in texts):
+        return None  # who says what
+    texts.sort(key=lambda key: key.lower() in LABELS)
     if texts[0] in RECORD_FIELDS["system"] or any(begins_chat(r.get(texts[1])) for r in sample if isinstance(r, dict)):
         return None
     if any(isinstance(r, dict) and (r.get("label") is not None or _has_lists(r)) for r in sample):
@@ -376,8 +399,12 @@ def _unused_turn_keys(sample: Sequence[Any], used: Sequence[str], inner: Sequenc
     return [*dict.fromkeys(found)]
 
 
+def _is_denied(key: str, value: Any) -> bool:
+    return _GOOD_KEY.fullmatch(key) is not None and str(value).strip().lower() in ("false", "no", "0")
+
+
 def _advise(form: str, names: Mapping[str, str], records: Sequence[Any], used: Mapping[str, str]) -> str:
-    """How to use fields that are not used although they hold text or scores."""
+    """How to use fields that are not used although they hold text, scores, verdicts or splits."""
     texts = unused_texts(records, used)
     scores = [
         key
@@ -400,6 +427,12 @@ def _advise(form: str, names: Mapping[str, str], records: Sequence[Any], used: M
         )
     if form == "prompt-completion" and any(begins_chat(record.get(names["prompt"])) for record in records):
         advice += f". {names['prompt']} holds chats as text, each of which becomes one message of the user"
+    for key in [key for key in _record_keys(records) if key not in used and key.isidentifier()]:
+        values = [record.get(key) for record in records]
+        if bad := [value for value in values if str(value).strip().lower() in _BAD_MARKS or _is_denied(key, value)]:
+            advice += f". {key} is {bad[0]!r} in some; to leave these out: where: {key} != {bad[0]!r}"
+        elif {str(value).lower() for value in values} <= _SPLITS:
+            advice += f". {key} names splits; to read one: where: {key} == {values[0]!r}"
     if scores:
         advice += f". To keep the better answers by {scores[0]}: where: {scores[0]} >= NUMBER"
     return advice

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from whet.core.errors import WhetError
+from whet.core.errors import BadRecordError, WhetError
 from whet.data.read.container import (
     MAX_RECORD_BYTES,
     SAVE_AS_UTF8,
@@ -25,6 +25,7 @@ from whet.data.read.container import (
     open_bytes,
     read_whole,
     record_too_long,
+    unique_keys,
 )
 from whet.data.read.formats import FORMATS
 
@@ -169,6 +170,11 @@ class JsonObjectFile(Container):
         if rows := _rows_of_columns(whole):
             self.note = "a column under each key"
             return rows
+        if _is_messenger_export(whole):
+            raise WhetError(
+                f"data.sources: {self.name}: a chat between people, as Telegram, Facebook and Instagram export it. "
+                "docs/data.md has a script that writes it as messages"
+            )
         lists = {} if is_record(whole) else {key: value for key, value in whole.items() if is_list_of_records(value)}
         if self._split is not None:
             if self._split not in lists:
@@ -192,11 +198,13 @@ class JsonObjectFile(Container):
     def _read(self) -> dict[str, Any]:
         raw = read_whole(self.path, self.name, "Write one record per line instead (.jsonl)")
         try:
-            whole = json.loads(raw.decode("utf-8-sig"))
+            whole = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=unique_keys)
         except UnicodeDecodeError as error:
             raise WhetError(
                 f"data.sources: {self.name}: byte {error.start} is not valid UTF-8; {SAVE_AS_UTF8}"
             ) from None
+        except BadRecordError as error:
+            raise WhetError(f"data.sources: {self.name}: {error}") from None
         except (ValueError, RecursionError) as error:
             hint = json_hint(error) if isinstance(error, json.JSONDecodeError) else ""
             raise WhetError(
@@ -218,6 +226,16 @@ def _rows_of_columns(whole: dict[str, Any]) -> list[dict[str, Any]]:
     if not all(row.isdigit() for row in rows) or any(list(column) != rows for column in columns):
         return []
     return [{name: column[row] for name, column in whole.items()} for row in rows]
+
+
+def _is_messenger_export(whole: dict[str, Any]) -> bool:
+    chats = whole["chats"].get("list") if isinstance(whole.get("chats"), dict) else [whole]
+    for chat in chats if isinstance(chats, list) else []:
+        messages = chat.get("messages") if isinstance(chat, dict) else None
+        for each in messages if isinstance(messages, list) else []:
+            if isinstance(each, dict) and not {"from_id", "sender_name"}.isdisjoint(each):
+                return True
+    return False
 
 
 def is_record(whole: dict[str, Any]) -> bool:

@@ -9,9 +9,10 @@ import difflib
 import glob
 import json
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -62,8 +63,9 @@ def _check_options(source: Source, found: list[Container]) -> None:
     """An option without effect is an error."""
     kinds = {container.kind for container in found}
     takes_split = all(isinstance(container, JsonObjectFile) for container in found) or _is_saved_dataset(source)
+    takes_split = takes_split or source.split in splits_in_folder(source)
     for key, fits, what in (
-        ("split", takes_split, "hub:, builtin:, folders saved by datasets and JSON objects"),
+        ("split", takes_split, "hub:, builtin:, folders with files of several splits and JSON objects"),
         ("subset", False, "hub: datasets"),
         ("mask", "tokens" in kinds, ".bin files"),
         ("encoding", all(isinstance(each, (CsvFile, TextFile)) for each in found), ".csv, .tsv and .txt files"),
@@ -132,14 +134,44 @@ def _files_in_folder(folder: Path, source: Source, name: str) -> list[tuple[str,
         if data_suffix(path) in wanted
         and path.name not in _DATASET_CARDS
         and path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and not any(part.startswith((".", "~$")) for part in path.relative_to(folder).parts)  # ~$: Excel has it open
     )
+    stated = {path: _split_of(path.relative_to(folder)) for path in paths}
+    if source.split is not None and (known := _order_splits(stated.values())):
+        chosen = choose_split(name, known, source.split)
+        paths = [path for path in paths if stated[path] == chosen]
     if not paths:
         raise WhetError(
             f"data.sources: {name}: the folder has no data files ({', '.join(wanted)}, also .gz and .zst). "
             "Give a file or another folder"
         )
     return [(str(Path(name) / path.relative_to(folder)), path) for path in paths]
+
+
+_SPLIT_WORDS = {
+    "train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+}  # fmt: skip
+
+
+def _split_of(path: Path) -> str | None:
+    """The split that the name of a file, or of a folder above it, states, as datasets on the hub do."""
+    words = re.split(r"[^a-z]+", str(path.with_name(path.name.partition(".")[0])).lower())
+    found = {_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS}
+    return found.pop() if len(found) == 1 else None
+
+
+def splits_in_folder(source: Source) -> list[str]:
+    """The splits that the names of a folder's files state; none for anything else."""
+    if source.path.startswith(("hub:", "plugin:")) or not user_path(source.path).is_dir() or _is_saved_dataset(source):
+        return []
+    folder = user_path(source.path)
+    files = _files_in_folder(folder, source.model_copy(update={"split": None}), source.path)
+    return _order_splits(_split_of(path.relative_to(folder)) for _, path in files)
+
+
+def _order_splits(found: Iterable[str | None]) -> list[str]:
+    return sorted({split for split in found if split}, key=["train", "validation", "test"].index)
 
 
 def _read_names(file: Path, find: Callable[[Any], Any]) -> list[str]:
@@ -193,6 +225,9 @@ def open_container(name: str, path: Path, source: Source) -> Container:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     _reject_other_files(name, suffix, head)
+    if detect_compression(path):
+        with open_bytes(path, name) as stream:
+            _reject_archive(name, stream.read(_HEAD_BYTES))
     return _open_by_suffix(name, path, source, suffix, head)
 
 
@@ -204,6 +239,8 @@ _OTHER_FILES = (
     (b"%PDF", "a PDF file", "Write its text as JSON Lines (.jsonl)"),
     (b"SQLite format 3", "an SQLite database", "Export the table as CSV"),
     (b"\x93NUMPY", "a NumPy array", "Write its records as JSON Lines (.jsonl)"),
+    (b"{\\rtf", "a document in Rich Text Format", "Save its text as plain text (.txt) to train on every word"),
+    (b"\x80\x04\x95", "a pickle of Python", "Write its records as JSON Lines (.jsonl)"),
     (b"version https://git-lfs", "a pointer of Git LFS, not the data itself", "Get the data: git lfs pull"),
 )
 """What people give whet by mistake: first bytes, what the file is, and what to do."""
@@ -213,6 +250,7 @@ def _reject_other_files(name: str, suffix: str, head: bytes) -> None:
     for magic, what, remedy in _OTHER_FILES:
         if head.startswith(magic):
             raise WhetError(f"data.sources: {name}: the file is {what}. {remedy}")
+    _reject_archive(name, head)
     if head.startswith(_ZIP_MAGIC) and not _is_workbook(suffix, head):
         if b"opendocument" in head or suffix in (".ods", ".xlsb", ".numbers"):
             raise WhetError(f"data.sources: {name}: the file is a spreadsheet. Save it as .xlsx or as CSV UTF-8")
@@ -227,6 +265,21 @@ def _reject_other_files(name: str, suffix: str, head: bytes) -> None:
             f"data.sources: {name}: the file is a web page: the download gave a login or error page instead of the "
             "data. Download it again"
         )
+
+
+def _reject_archive(name: str, head: bytes) -> None:
+    if head[257:262] == b"ustar":
+        raise WhetError(f"data.sources: {name}: the file is a tar archive. Unpack it, and give the files in it")
+
+
+def _reject_other_content(name: str, path: Path, suffix: str) -> None:
+    """JSON named as a table, or a table named as JSON: each line of it would be a bad record."""
+    first, _ = _first_lines(name, path)
+    if suffix in _CSV_DELIMITERS and first.startswith((b"{", b"[")) and _is_valid_json(first):
+        raise WhetError(f"data.sources: {name}: the file is JSON, not a table. Rename it to .jsonl")
+    is_json = first.startswith((b"{", b"[")) or b"\0" in first
+    if suffix in (*_JSONL_SUFFIXES, *_JSON_SUFFIXES) and not is_json and is_table(path, name):
+        raise WhetError(f"data.sources: {name}: the file is a table, not JSON. Rename it to .csv")
 
 
 def _is_workbook(suffix: str, head: bytes) -> bool:
@@ -249,6 +302,7 @@ def _open_by_suffix(name: str, path: Path, source: Source, suffix: str, head: by
                 "boundaries of the documents. Copy it there"
             )
         return TokenFile(name, path, source.mask)
+    _reject_other_content(name, path, suffix)
     if suffix in _CSV_DELIMITERS:
         return CsvFile(name, path, _CSV_DELIMITERS[suffix], source.encoding)
     if suffix == ".txt":

@@ -428,6 +428,10 @@ def parse_tool_calls(calls: Any, place: str) -> tuple[ToolCall, ...]:
     return tuple(parse_tool_call(call, place) for call in calls)
 
 
+_ARGUMENTS = ("arguments", "args", "parameters", "input")
+"""The names of OpenAI, LangChain, Llama 3 and Anthropic."""
+
+
 def parse_tool_call(call: Any, place: str) -> ToolCall:
     """{"id": …, "function": {"name": …, "arguments": …}}, or only the inner object."""
     function = call.get("function", call) if isinstance(call, dict) else None
@@ -435,12 +439,18 @@ def parse_tool_call(call: Any, place: str) -> ToolCall:
         raise BadRecordError(
             "bad tool call", f'{place}: a call must be {{"name": …, "arguments": {{…}}}}, not {shorten(call)}'
         )
-    if call.get("type") not in (None, "function"):
+    if call.get("type") not in (None, "function", "tool_call"):
         raise BadRecordError(
             "bad tool call", f"{place}: the type of a call must be function, not {shorten(call['type'])}"
         )
     name, call_id = require_text(function["name"], f"{place}: the name of a call"), call.get("id")
-    arguments = function.get("arguments")
+    given = [key for key in _ARGUMENTS if function.get(key) is not None][:1]
+    unknown = [key for key in function if key not in (*_ARGUMENTS, "name", "id", "type", "index")]
+    if not given and any(function[key] not in EMPTY_VALUES for key in unknown):
+        raise BadRecordError(
+            "bad tool call", f"{place}: the call of {name} has {unknown[0]!r} and no 'arguments'; rename it"
+        )
+    arguments = function[given[0]] if given else None
     return ToolCall(
         name, _parse_arguments(arguments, f"{place}: the arguments of {name}"),
         None if call_id is None else require_text(call_id, f"{place}: the id of a call"),

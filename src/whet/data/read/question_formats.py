@@ -9,7 +9,15 @@ from string import ascii_uppercase
 from typing import Any
 
 from whet.core.errors import BadRecordError
-from whet.data.conversation import CALCULATOR_SCHEMA, CalculatorStep, Conversation, Message, Origin, calculator_messages
+from whet.data.conversation import (
+    CALCULATOR_SCHEMA,
+    ROLES,
+    CalculatorStep,
+    Conversation,
+    Message,
+    Origin,
+    calculator_messages,
+)
 from whet.data.read.messages import make_conversation, parse_message_list
 from whet.data.read.record_fields import (
     EMPTY_VALUES,
@@ -142,9 +150,29 @@ def parse_prompt_completion(record: Any, names: Mapping[str, str], origin: Origi
 
 
 def _as_messages(value: Any, name: str, role: str) -> list[Any]:
+    value = _decode_messages(value)
     if isinstance(value, (list, dict)) and value:
         return [_as_message(turn) for turn in (value if isinstance(value, list) else [value])]
     return [{"role": role, "content": require_nonempty(value, f"'{name}'")}]
+
+
+_WRITTEN_MESSAGE = re.compile(r"""\s*\[?\s*\{\s*["'](?:role|content|from|value)["']""")
+
+
+def _decode_messages(value: Any) -> Any:
+    """The messages that a text is, as tables and logs have them: JSON, or what pandas writes; else the value."""
+    if not isinstance(value, str) or not _WRITTEN_MESSAGE.match(value):
+        return value
+    is_list = value.lstrip().startswith("[")
+    try:
+        turns = decode_list(value if is_list else f"[{value}]", "")
+    except BadRecordError:
+        return value
+    for turn in turns:
+        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
+        if not isinstance(content, str) or turn.get("role", turn.get("from")) not in {*ROLES, *SHAREGPT_ROLES}:
+            return value
+    return turns
 
 
 def _as_message(turn: Any) -> Any:

@@ -113,7 +113,9 @@ def require_field(record: Mapping[str, Any], name: str, reason: str = "missing f
     """The value of a required field."""
     value = record.get(name)
     if value is None and name in record:
-        raise BadRecordError(reason, f"{name!r} is null (in a CSV file: NaN or #N/A). Fill it in, or remove the record")
+        raise BadRecordError(
+            reason, f"{name!r} is null (in a table: NaN, NULL or #N/A). Fill it in, or remove the record"
+        )
     if value is None:
         raise BadRecordError(
             reason, f"the record has no {name!r} ({describe_keys(record, name)}). Add it, or set fields of the source"

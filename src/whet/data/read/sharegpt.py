@@ -34,10 +34,10 @@ SHAREGPT_FIELDS = {
 _SHAREGPT_EXAMPLE = '{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}'
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "model": "assistant", "bot": "assistant", "system": "system", "observation": "tool", "tool": "tool",
-    "function_response": "tool", "tool_response": "tool",
+    "model": "assistant", "bot": "assistant", "ai": "assistant", "system": "system", "observation": "tool",
+    "tool": "tool", "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
-_SHAREGPT_CALLS = ("function_call", "tool_call")
+SHAREGPT_CALLS = ("function_call", "tool_call")
 
 
 def recognise_sharegpt(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -68,7 +68,7 @@ def _parse_sharegpt_turn(turn: Any, number: int, names: Mapping[str, str]) -> Me
     speaker, value = turn.get(names["from"]), turn.get(names["value"])
     if speaker is None:
         raise BadRecordError("no role", f"{place} has no '{names['from']}'; set it to human or gpt")
-    if speaker in _SHAREGPT_CALLS:
+    if speaker in SHAREGPT_CALLS:
         calls = parse_json(require_text(value, f"{place}: '{names['value']}'"), place)
         parsed = tuple(parse_tool_call(call, place) for call in (calls if isinstance(calls, list) else [calls]))
         if not parsed:
@@ -77,7 +77,7 @@ def _parse_sharegpt_turn(turn: Any, number: int, names: Mapping[str, str]) -> Me
         return Message("assistant", "", tool_calls=parsed, train=train, null_content=True)
     role = SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
-        known = ", ".join((*SHAREGPT_ROLES, *_SHAREGPT_CALLS))
+        known = ", ".join((*SHAREGPT_ROLES, *SHAREGPT_CALLS))
         near = closest_key([speaker.strip().lower()], SHAREGPT_ROLES) if isinstance(speaker, str) else None
         hint = "" if near is None else f". Write {near!r}"
         raise BadRecordError("unknown role", f"{place} is from {shorten(speaker)}; known: {known}{hint}")

@@ -29,7 +29,7 @@ from whet.data.read.arrow_tables import TableRow
 from whet.data.read.container import Container, DecodedRecord, RawRecord, SeveralSplitsError
 from whet.data.read.detection import detect_source_format, guess_fields
 from whet.data.read.formats import parser_of
-from whet.data.read.locate import locate_containers
+from whet.data.read.locate import locate_containers, splits_in_folder
 from whet.data.read.record_fields import closest_key, describe_type, shorten
 from whet.data.read.token_files import describe_mask_rules
 from whet.data.read.unsupported_records import reject_unsupported
@@ -59,6 +59,7 @@ class SourceReader:
             self._parse = _parse_tokenized
             self.description = f"{source.path}: {describe_mask_rules(source.mask)}"
         else:
+            _require_one_split(source)
             detected = detect_source_format(self._containers, source)
             if source.calculator == "calls" and detected.format != "gsm8k":
                 raise WhetError(
@@ -106,6 +107,17 @@ class SourceReader:
         if not system or not isinstance(parsed, Conversation):
             return parsed
         return replace(parsed, messages=tuple(with_system(parsed.messages, system)))
+
+
+def _require_one_split(source: Source) -> None:
+    """A folder with files of several splits is not read as one: that would train on the test data."""
+    splits = splits_in_folder(source)
+    if source.split is None and len(splits) > 1:
+        raise SeveralSplitsError(
+            f"data.sources: {source.path}: the names of the files state several splits ({', '.join(splits)}). Set "
+            "split to one of them; to train on several, make one source for each",
+            splits,
+        )
 
 
 def read_source(source: Source) -> Iterator[ParsedRecord]:

@@ -7,6 +7,7 @@ import contextlib
 import csv
 import io
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,11 @@ class CsvFile(Container):
         found, rows = _detect_delimiter(path, name, self._codec, delimiter)
         header = find_header([row for _, row in rows])
         self._header_line = rows[header][0] if rows else 1
+        if found == "|" and any(_MARKDOWN_RULE.fullmatch("|".join(row)) for _, row in rows[header + 1 : header + 2]):
+            raise WhetError(
+                f"data.sources: {name}:{rows[header + 1][0]}: the file is a Markdown table. Save it as CSV: remove "
+                "this line, and the bars and spaces at the edges of the cells"
+            )
         self.kind = "csv" if delimiter == "," else "tsv"
         if found != delimiter:
             self.kind += found
@@ -89,7 +95,8 @@ class CsvFile(Container):
                     continue
                 if header is not None:
                     self.blank, waiting = self.blank + waiting, 0
-                    yield RawRecord(line, _csv_record(header, row, self._delimiter), self.name)
+                    record = repeats_header(header, row) or _csv_record(header, row, self._delimiter)
+                    yield RawRecord(line, record, self.name)
                 elif line >= self._header_line and not _is_separator_line(row, line):
                     header = check_header(row, f"data.sources: {self.name}:{line}")
                     self.note = describe_unnamed(self.note, header)
@@ -143,6 +150,14 @@ def describe_unnamed(note: str, header: list[str]) -> str:
     return ", ".join(filter(None, [note, f"not used: columns without a name ({unnamed})"]))
 
 
+def repeats_header(header: list[str], row: Sequence[str]) -> UnreadableRecord | None:
+    """The fault of a row that has the names of the columns once more."""
+    if [cell.strip() for cell in row] != header:
+        return None
+    explanation = "this row repeats the names of the columns, as where files were joined. Remove it"
+    return UnreadableRecord("broken table", explanation)
+
+
 def table_record(header: list[str], row: list[str]) -> DecodedRecord:
     """A row as an object: its named cells."""
     cells = zip(header, row, strict=True)
@@ -187,10 +202,18 @@ def _csv_record(header: list[str], row: list[str], delimiter: str) -> LazyRecord
 
 
 _DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar", ":": "colon", "^": "caret", "~": "tilde"}
-_MISSING_VALUES = frozenset(("NaN", "nan", "<NA>", "#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"))
-"""What pandas and spreadsheets write for a missing value or a failed formula; like null in JSON."""
+_MISSING_VALUES = frozenset((
+    "NaN", "nan", "<NA>", "NULL", r"\N",
+    "#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!", "#SPILL!", "#CALC!", "#BUSY!", "#FIELD!",
+    "#BLOCKED!", "#CONNECT!", "#UNKNOWN!", "#GETTING_DATA", "#ERROR!",
+    "#NV", "#BEZUG!", "#WERT!", "#ZAHL!", "#VALEUR!", "#NOM?", "#NOMBRE!", "#¡REF!", "#¡VALOR!", "#¡DIV/0!", "#N/D",
+))  # fmt: skip
+"""What pandas, databases and spreadsheets (also in German, French and Spanish) write for a missing value or a failed
+formula; like null in JSON."""
 _DETECTION_ROWS, _DETECTION_CHARACTERS = 100, 2**20
 
+
+_MARKDOWN_RULE = re.compile(r"[\s|]*:?-{2,}[\s|:-]*")
 
 _COUNTED_BYTES = 2**25
 HEADER_ROWS = 10

@@ -21,7 +21,7 @@ from whet.data.read.question_formats import (
     QUESTION_WORDS,
 )
 from whet.data.read.record_fields import EMPTY_VALUES, closest_key, decode_list, find_optional, shorten
-from whet.data.read.sharegpt import SHAREGPT_ROLES
+from whet.data.read.sharegpt import SHAREGPT_CALLS, SHAREGPT_ROLES
 
 Record = Mapping[str, Any]
 
@@ -86,10 +86,17 @@ def _reject_keys(record: Record, parsed: ParsedRecord, names: Mapping[str, str])
 
 _REJECTED_WORDS, _CHOSEN_WORDS = {"rejected", "dispreferred"}, ("chosen", "preferred", "accepted")
 _NOT_PREFERRED = re.compile(r"(?:non|not|un)[_\W]?preferred")
+SPEAKER_NAME = re.compile(r"role|from|speaker|author|sender|character|user_?name|name", re.IGNORECASE)
 _ROLE_KEYS = ("role", "from", "speaker", "author", "sender")
 _SPEAKERS = {"user", "human", "prompter", "assistant", "gpt", "bot", "system", "tool", "chatgpt", "model"}
 _CONVERSATION_KEY = re.compile(r"(?:conversation|conv|dialog(?:ue)?|chat|thread|session|ticket)_?id", re.IGNORECASE)
-_LABELS = ("label", "labels", "summary", "code")
+LABELS = ("label", "labels", "summary", "code", "sentiment", "intent", "emotion")
+_VERDICTS = ("accept", "reject", "ignore")
+_BETTER = re.compile(
+    r"(?:correct(?:ed)?|edited|revised|improved|rewritten|ideal|gold(?:en)?|ground_?truth|expected|reference)"
+    r"_(?:answer|response|completion|output|solution|reply|text)|correction|gold|ground_?truth"
+)
+_REPLY_KEY = re.compile(r"(?:in_)?(?:reply|response)_to(?:_\w+)?", re.IGNORECASE)
 ID_NAME = re.compile(r"(?:.*[_ ])?(?:id|uuid|idx|index|nr|key|url)\.?", re.IGNORECASE)
 _NOT_ANSWERING = ("system", "developer", "user", "human")
 _TEXT_KEYS = ("text", "content", "value", "message", "body")
@@ -125,6 +132,27 @@ def _find_answers(record: Record, words: set[str]) -> list[str]:
     return sorted(keys, key=lambda key: (key not in words, -len(str(record[key]))))
 
 
+def name_competing_answers(sample: Sequence[Any]) -> str | None:
+    """Two fields that may each be the answer, of which only one has a known name: a verdict of Prodigy, or an answer
+    beside its correction."""
+    records = [record for record in sample if isinstance(record, dict)]
+    for record in records:
+        if record.get("answer") in _VERDICTS and not {"_input_hash", "_task_hash"}.isdisjoint(record):
+            return (
+                "annotations of Prodigy, whose 'answer' is a verdict. Set where: answer == 'accept' and format: "
+                "prompt-completion with fields: {prompt: NAME, completion: NAME}"
+            )
+        prompt, answer = _find_names(record)
+        if prompt is None or answer is None:
+            continue
+        for key, value in record.items():
+            is_better = key not in (prompt, answer) and _BETTER.fullmatch(re.sub(r"[\W_]+", "_", str(key).lower()))
+            if is_better and isinstance(value, str) and value.strip() and value != record[answer]:
+                remedies = (f"to train on {each!r}, {_suggest_answer(records, each)}" for each in (answer, key))
+                return f"{answer!r} and {key!r} may each be the answer: {'; '.join(remedies)}"
+    return None
+
+
 def name_unanswered(sample: Sequence[Any], turns: str) -> str | None:
     """Messages that all end with a question, whose answers are beside them: two to compare, or one."""
     records = [record for record in sample if isinstance(record, dict) and isinstance(record.get(turns), list)]
@@ -158,17 +186,35 @@ def name_shape(sample: Sequence[Any], recognised: bool) -> str | None:
     return None
 
 
+def name_json_text(record: Any, name: str) -> str | None:
+    """A document that is a record itself, written twice as JSON."""
+    text = record.get(name) if isinstance(record, dict) else record
+    if not isinstance(text, str) or text.lstrip()[:1] not in ("{", "["):
+        return None
+    try:
+        inner = json.loads(text)
+    except ValueError:
+        return None
+    if not any(form.recognise(inner, {}) for key, form in FORMATS.items() if key != "marked"):
+        return None
+    command = _unwrap(name) if isinstance(record, dict) else "jq -c '(arrays[], strings)' FILE > NEW.jsonl"
+    command = command.replace("' FILE", " | fromjson' FILE")
+    return f"the texts are records of JSON, written as strings. Unwrap them: {command}"
+
+
 def is_known_shape(sample: Sequence[Any]) -> bool:
     """Whether the records are of a shape that is no question and answer, whatever the names of its fields."""
     records = [record for record in sample if isinstance(record, dict)]
     named = (_name_single_message(record) or _name_structure(record, records) for record in records)
-    return name_preference(records) is not None or any(named)
+    return name_preference(records) is not None or name_competing_answers(records) is not None or any(named)
 
 
 def _name_single_message(record: Record) -> str | None:
-    is_part = record.get("type") == "message" or any(_CONVERSATION_KEY.fullmatch(str(key)) for key in record)
+    is_part = record.get("type") == "message" or any(
+        _CONVERSATION_KEY.fullmatch(str(key)) or _REPLY_KEY.fullmatch(str(key)) for key in record
+    )
     is_part = is_part and _find_names(record)[1] is None
-    speakers = {key: record.get(key) for key in (*_ROLE_KEYS, *(("user", "username") if is_part else ()))}
+    speakers = {key: record.get(key) for key in (*_ROLE_KEYS, *(("user", "username", "author_id") if is_part else ()))}
     role = next((key for key, who in speakers.items() if (who and is_part) or str(who).lower() in _SPEAKERS), None)
     text = next((key for key in _TEXT_KEYS if isinstance(record.get(key), str)), None)
     if role is None or text is None:
@@ -184,9 +230,15 @@ def _name_single_message(record: Record) -> str | None:
 
 def _name_text_and_answer(record: Record) -> str | None:
     """Texts with a label, a summary or an answer: `text` would train on their words and drop it."""
+    labels = next((key for key in LABELS if isinstance(record.get(key), list) and record[key]), None)
+    if labels is not None and isinstance(record.get("text"), str):
+        return (
+            f"texts with a list ({labels!r}). To train on it as the answer, write it as text: "
+            '{"prompt": "…", "completion": "…"}; to train on every word of the texts, set format: text'
+        )
     others = [key for key, value in record.items() if key != "text" and isinstance(value, (str, int)) and value != ""]
     no_flags = [key for key in others if not isinstance(record[key], bool)]  # `bot` may be one
-    answer = closest_key((*_LABELS, *_COMPLETIONS), others, cutoff=1.0)
+    answer = closest_key((*LABELS, *_COMPLETIONS), others, cutoff=1.0)
     answer = answer or closest_key((), no_flags, ANSWER_WORDS.split())
     if answer is None or not isinstance(record.get("text"), str):
         return None
@@ -286,7 +338,7 @@ def find_turns(record: Record) -> dict[str, str] | None:
     for key, turns in record.items():
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             continue
-        for role, text in itertools.product(_ROLE_KEYS, _TEXT_KEYS):
+        for role, text in itertools.product((*_ROLE_KEYS, "type"), _TEXT_KEYS):  # "type" in LangChain's
             if (role, text) in (("role", "content"), ("from", "value")):
                 continue
             if turns and all(
@@ -336,9 +388,34 @@ def _name_export(record: Record) -> str | None:
         return "chats as ChatGPT exports them, with every version of an answer ('mapping')"
     if is_turn_list(record.get("paragraphs"), "qas"):
         return "questions inside paragraphs, as in SQuAD"
+    turns = record["messages"] if isinstance(record.get("messages"), list) else []
+    if any(isinstance(each, dict) and _is_langchain(each) for each in (record, *turns)):
+        return "messages of LangChain"
     if is_turn_list(contents, "parts"):
         return "chats in the form of Google's Gemini ('contents' with 'parts')"
     return None
+
+
+def _is_langchain(message: Record) -> bool:
+    """What messages_to_dict and dumps write."""
+    inner = message.get("data", message.get("kwargs"))
+    return ("lc" in message or message.keys() == {"type", "data"}) and isinstance(inner, dict) and "content" in inner
+
+
+def name_people(sample: Sequence[Any], turns: str, speaker: str) -> str | None:
+    """Chats between people, as messengers export them, in which nobody has a role."""
+    found: dict[str, None] = {}
+    for record in sample:
+        for turn in record[turns] if isinstance(record, dict) and isinstance(record.get(turns), list) else ():
+            if isinstance(turn, dict) and isinstance(turn.get(speaker), str):
+                found[turn[speaker]] = None
+    if not found or any(name.strip().lower() in (*SHAREGPT_ROLES, *SHAREGPT_CALLS, *_SPEAKERS) for name in found):
+        return None
+    names = ", ".join(map(repr, list(found)[:4]))
+    return (
+        f"the speakers are {names}, not roles such as human and gpt. Write gpt for the one that the model should speak "
+        "for, and human for the others"
+    )
 
 
 def _find_names(record: Record) -> tuple[str | None, str | None]:
@@ -384,6 +461,10 @@ def _describe_preference(records: Sequence[Record], one: str, other: str) -> str
 def _suggest_answer(records: Sequence[Record], answer: str) -> str:
     """What to do so that every sampled record with `answer` is a question and that answer."""
     records = [record for record in records if record.get(answer)]
+    texts = [{**record, "completion": ""} for record in records if isinstance(record[answer], str)]
+    if (context := find_context(texts)) is not None:
+        named = ", ".join(f"{field}: {name}" for field, name in {**context, "output": answer}.items())
+        return f"set format: alpaca and fields: {{{named}}}"
     for form, fields in _candidates(records[0], answer) if records else ():
         if all(_is_question_and_answer(record, form, fields) for record in records):
             named = ", ".join(f"{field}: {name}" for field, name in fields.items())
