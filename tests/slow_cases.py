@@ -154,7 +154,7 @@ SLOW_CASES = {
         "execution/test_compile.py::test_compiled_layers_compute_the_same_gradients[eager-selective-activations]",
     "execution/test_recompute.py::test_a_compiled_layer_recomputes_only_what_its_backward_pass_needs[selective-0]":
         "execution/test_recompute.py::test_a_compiled_layer_recomputes_only_what_its_backward_pass_needs[full-6]",
-    "launch/test_slurm_jobs.py::test_an_array_prepares_the_store_of_one_process":
+    "launch/test_slurm_verbs.py::test_an_array_prepares_the_store_of_one_process":
         "data/test_prepare_workers.py::test_shards_killed_and_repeated_give_the_store_of_one_process",
     "launch/test_worker_failures.py::test_the_other_ranks_name_the_rank_that_failed_first":
         "run/test_planted_faults.py::test_two_processes_stop_together_and_name_the_conversation",

@@ -15,7 +15,7 @@ from slurm_cluster import Cluster
 
 from whet.launch.slurm_commands import SlurmUnavailableError
 from whet.runs.control import cancel_run, stop_run
-from whet.runs.jobs import query_jobs
+from whet.runs.slurm_states import query_jobs
 from whet.runs.summary import RunSummary, summarize_run_folder
 
 

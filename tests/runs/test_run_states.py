@@ -19,7 +19,7 @@ from made_runs import make_run, write_lock
 from whet.core.run_folder import FolderLock, read_owner
 from whet.runs import facts as facts_module
 from whet.runs.find import find_runs
-from whet.runs.jobs import FORGOTTEN, Job
+from whet.runs.slurm_states import FORGOTTEN, Job
 from whet.runs.state import derive_state, silence_limit
 from whet.runs.summary import summarize_run_folder, summarize_run_folders
 

@@ -13,7 +13,7 @@ from whet.checkpoint.load import load_checkpoint
 from whet.checkpoint.save import CheckpointSaver
 from whet.core.distributed import Ranks
 from whet.training.config import OptimizerConfig
-from whet.training.optimizers import state_storage
+from whet.training.optimizers import state_precision
 from whet.training.optimizers.adamw import AdamW
 from whet.training.optimizers.factory import build_optimizer, optimizer_state_bytes
 
@@ -63,7 +63,7 @@ def test_large_weights_are_updated_part_by_part_with_the_same_result(
 ) -> None:
     whole, cut = network(), network()
     learn(whole, ours(whole, bits), range(5))
-    monkeypatch.setattr(state_storage, "_CHUNK_ELEMENTS", 700)
+    monkeypatch.setattr(state_precision, "_CHUNK_ELEMENTS", 700)
     learn(cut, ours(cut, bits), range(5))
     for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.training.optimizers.state_storage import code_table, dequantize_blockwise, quantize_blockwise
+from whet.training.optimizers.state_precision import code_table, dequantize_blockwise, quantize_blockwise
 
 CPU = torch.device("cpu")
 FLOATS = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)

@@ -19,7 +19,7 @@ from whet.training.optimizers.factory import (
     optimizer_step,
     retract_step,
 )
-from whet.training.optimizers.state_storage import (
+from whet.training.optimizers.state_precision import (
     RoundingGenerators,
     dequantize_blockwise,
     quantize_blockwise,

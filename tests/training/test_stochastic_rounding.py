@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from whet.training.optimizers.adamw import AdamW
-from whet.training.optimizers.state_storage import RoundingGenerators, stochastic_round
+from whet.training.optimizers.state_precision import RoundingGenerators, stochastic_round
 
 CPU = torch.device("cpu")
 

@@ -94,8 +94,8 @@ def parse_verb(root: Any, command: Any, words: Sequence[str]) -> VerbCall:
 
 def _launch_verb(call: VerbCall, options: LaunchOptions) -> dict[str, Any]:
     from whet.config import read_config
-    from whet.launch.slurm_jobs import job_folder, plain_name, shard_jobs, without_gpus
     from whet.launch.slurm_script import SlurmJob
+    from whet.launch.slurm_verbs import job_folder, plain_name, shard_jobs, without_gpus
     from whet.run.data import choose_data_shards
 
     verb = call.words[0]
@@ -146,8 +146,8 @@ def _with_recipe_copy(call: VerbCall, config: Config, folder: Path, dry_run: boo
 def _launch_program(words: Sequence[str], verbs: Sequence[str], options: LaunchOptions) -> dict[str, Any]:
     from whet.core.console import info, print_error, print_result
     from whet.launch.local import format_command, make_launch_job, program_name, resolve_program
-    from whet.launch.slurm_jobs import job_folder, plain_name
     from whet.launch.slurm_script import SlurmJob
+    from whet.launch.slurm_verbs import job_folder, plain_name
     from whet.launch.supervise import supervise
 
     launch = _launch_config(options.before)
@@ -208,8 +208,8 @@ def _is_launch_setting(override: str) -> bool:
 
 def _submit(jobs: Sequence[SlurmJob], options: LaunchOptions) -> dict[str, Any]:
     from whet.core.console import info, print_result
-    from whet.launch.slurm_jobs import follow_jobs, script_name, submit_jobs
     from whet.launch.slurm_script import render_script
+    from whet.launch.slurm_verbs import follow_jobs, script_name, submit_jobs
 
     if options.dry_run:
         scripts = [render_script(job) for job in jobs]
@@ -259,8 +259,8 @@ def launch_notebook(options: LaunchOptions) -> dict[str, Any]:
     """Start Jupyter in a job, wait until it runs, and print how to reach it."""
     from whet.core.console import info, print_result
     from whet.launch.notebook import IDLE_S, LOCAL_PORT, jupyter_command, wait_for_notebook
-    from whet.launch.slurm_jobs import follow_jobs, job_folder, submit_jobs
     from whet.launch.slurm_script import SlurmJob, render_script
+    from whet.launch.slurm_verbs import follow_jobs, job_folder, submit_jobs
 
     launch, folder = _launch_config(options.before), job_folder("notebook")
     job = SlurmJob("notebook", folder, ("whet.launch.notebook", str(folder)), launch, kind="module")

@@ -32,7 +32,7 @@ _OVERLAPPING_GRADIENTS = 2**30
 _OFFLOAD_CHUNK = 2**29
 """The part of an offloaded optimizer state that is on the device at a time (execution/offload.py)."""
 _UPDATE_CHUNK = 2**24
-"""Elements that the optimizers without a kernel update at a time, in fp32 (training/optimizers/state_storage.py)."""
+"""Elements that the optimizers without a kernel update at a time, in fp32 (training/optimizers/state_precision.py)."""
 _REDUCE_ITEMSIZE = 4
 """FSDP2 reduces gradients in fp32."""
 

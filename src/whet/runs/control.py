@@ -17,7 +17,7 @@ from whet.core.run_folder import FolderLock, config_was_edited, read_owner, reco
 from whet.core.signals import ignores_signal, is_alive, process_tree
 from whet.core.yaml import dump_yaml, read_yaml
 from whet.launch.slurm_commands import SlurmUnavailableError, run_slurm
-from whet.runs.jobs import COMMAND_S
+from whet.runs.slurm_states import COMMAND_S
 from whet.runs.summary import RunSummary, summarize_run_folder
 
 _POLL_S = 0.5

@@ -14,7 +14,7 @@ from typing import Any
 
 from whet.core.heartbeat import format_age
 from whet.core.run_folder import Owner
-from whet.runs.jobs import FORGOTTEN, Job
+from whet.runs.slurm_states import FORGOTTEN, Job
 
 _ENDED = ("finished", "stopped", "failed")
 ACTIVE = ("queued", "starting", "running", "stopping", "stalled")

@@ -13,7 +13,7 @@ from whet.core.files import read_json_lines
 from whet.core.run_folder import Owner
 from whet.launch.slurm_commands import SlurmUnavailableError
 from whet.runs.facts import RunFacts, read_all_facts
-from whet.runs.jobs import FORGOTTEN, Job, query_jobs
+from whet.runs.slurm_states import FORGOTTEN, Job, query_jobs
 from whet.runs.state import State, derive_state, silence_limit
 
 _SCRIPT = "job.sh"

@@ -24,7 +24,7 @@ from whet.model.quantize import dequantize_parameter
 from whet.model.weight_effect import WeightEffect, relative_change
 from whet.parallel.dtensor import local_tensor, replica_count, shard_like, unsharded
 from whet.parallel.fsdp import reshard
-from whet.training.optimizers.state_storage import dequantize_blockwise
+from whet.training.optimizers.state_precision import dequantize_blockwise
 
 _BUCKETS = 1024
 _CHUNK, _CPU_CHUNK = 2**24, 2**18

@@ -12,7 +12,7 @@ from torch import Tensor
 from whet.core.resources import has_triton
 from whet.execution.offload import state_to_host
 from whet.parallel.dtensor import local_tensor, shard_index
-from whet.training.optimizers.state_storage import (
+from whet.training.optimizers.state_precision import (
     BlockwiseStorage,
     RoundingGenerators,
     StateStorage,

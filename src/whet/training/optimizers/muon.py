@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from whet.parallel.dtensor import local_shard_of, local_tensor, shard_like, unsharded
 from whet.training.optimizers.adamw import AdamW
-from whet.training.optimizers.state_storage import copy_rounded, update_dtype
+from whet.training.optimizers.state_precision import copy_rounded, update_dtype
 
 _NS_A, _NS_B, _NS_C = 3.4445, -4.7750, 2.0315  # steep at zero; singular values end between 0.7 and 1.2, not at 1
 _ITERATIONS = 5
