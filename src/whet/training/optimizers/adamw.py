@@ -133,6 +133,6 @@ class AdamW(torch.optim.Optimizer):
 def _fused_kernels() -> Any:
     if not has_triton():
         return None
-    from whet.training.optimizers import triton_kernels
+    from whet.training.optimizers import fused_adamw
 
-    return triton_kernels
+    return fused_adamw
