@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -252,7 +253,8 @@ def test_large_requests_are_refused(dash, runs):
     server = dash(runs)
     own = server.page_headers()
     assert server.get("/api/run", run="x" * 9000).status == 422
-    assert server.get("/api/run", run="x" * 99_000).status in (400, 414, 422, 431)
+    with contextlib.suppress(ConnectionError):  # the parser may close the connection while the rest still arrives
+        assert server.get("/api/run", run="x" * 99_000).status in (400, 422)
     assert server.request("POST", "/api/run/stop", b"x" * 300_000, own).status == 413
     chunked = own | {"transfer-encoding": "chunked"}
     body = b"".join(b"10000\r\n" + b"x" * 65536 + b"\r\n" for _ in range(5)) + b"0\r\n\r\n"
