@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from runs.made_runs import add_losses, make_run, write_lock
 from whet.core.checksums import write_hashed_json
 from whet.core.costs import write_usage
-from whet.core.files import read_json_lines
+from whet.core.json_lines import read_json_lines
 from whet.dash.curves import MetricsFile, axis_values, read_curves
 from whet.dash.run_details import log_tail, shown_state
 from whet.dash.runs_folder import RunsFolder

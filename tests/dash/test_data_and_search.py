@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from runs.made_runs import make_run
 from whet.core.errors import WhetError
-from whet.core.files import read_json_lines
+from whet.core.json_lines import read_json_lines
 from whet.dash.actions import write_feedback
 from whet.dash.store_browser import find_near_duplicates, shingle_hashes
 from whet.data.prepare.store import Store

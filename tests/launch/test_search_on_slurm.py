@@ -19,7 +19,7 @@ import forkserver
 from conftest import steps_in
 from whet.config import read_config
 from whet.core.errors import ExitCode
-from whet.core.files import read_json_lines
+from whet.core.json_lines import read_json_lines
 from whet.search.slurm_trials import SlurmPlace
 from whet.search.trials import TrialEnd, TrialRun
 

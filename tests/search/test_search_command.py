@@ -17,7 +17,7 @@ import pytest
 from forkserver import Popen, fork_of
 
 pytest.importorskip("optuna")
-from whet.core.files import read_json_lines
+from whet.core.json_lines import read_json_lines
 from whet.core.run_folder import read_status
 from whet.search import results
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import examples
-from whet.core.files import JsonLinesWriter
+from whet.core.json_lines import JsonLinesWriter
 from whet.training import records
 from whet.training.records import RECORDS, Prefix, initial_evaluation, record_file, restore_records
 

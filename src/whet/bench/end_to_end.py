@@ -22,7 +22,8 @@ from whet.config import Config, read_config
 from whet.core.checksums import read_hashed_json
 from whet.core.console import info
 from whet.core.errors import WhetError
-from whet.core.files import atomic_write, read_json, read_json_lines, write_json
+from whet.core.files import atomic_write, read_json, write_json
+from whet.core.json_lines import read_json_lines
 from whet.core.yaml import dump_yaml
 from whet.data.config import Source
 from whet.data.conversation import Conversation, MarkedText, PlainText, TokenizedDocument

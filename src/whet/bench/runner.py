@@ -29,7 +29,8 @@ from whet.bench.workload import BenchInputs, BenchSettings, delete_weights, prep
 from whet.config import Config, read_config
 from whet.core.console import info
 from whet.core.errors import ExitCode, RunFailedError, WhetError
-from whet.core.files import atomic_write, read_json, read_json_lines, require_disk_space, write_json
+from whet.core.files import atomic_write, read_json, require_disk_space, write_json
+from whet.core.json_lines import read_json_lines
 from whet.core.signals import collect_stop_signals, raise_on_stop_signals
 from whet.core.yaml import dump_yaml
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from whet.core.display import mask_secrets
 from whet.core.errors import WhetError, os_error
-from whet.core.files import append_json_line
+from whet.core.json_lines import append_json_line
 from whet.runs.summary import RunSummary, summarize_run_folder
 
 _WAIT_S = 3.0

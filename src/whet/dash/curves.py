@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from whet.core.files import parse_json_line
+from whet.core.json_lines import parse_json_line
 from whet.report.charts import downsample, smooth
 from whet.report.formatting import finite_number
 

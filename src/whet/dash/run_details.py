@@ -13,7 +13,7 @@ from whet.checkpoint.directory import list_steps
 from whet.core.costs import counted_costs, predicted_costs
 from whet.core.display import mask_secrets
 from whet.core.errors import WhetError
-from whet.core.files import parse_json_line
+from whet.core.json_lines import parse_json_line
 from whet.dash.curves import MetricsFile
 from whet.dash.runs_folder import RunsFolder
 from whet.evaluation.statistics import bootstrap_interval

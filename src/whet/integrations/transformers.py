@@ -31,8 +31,9 @@ from transformers.trainer_utils import get_last_checkpoint
 from whet.core.console import info, warn
 from whet.core.display import mask_settings
 from whet.core.errors import ExitCode, WhetError, first_line
-from whet.core.files import JsonLinesWriter, atomic_write, move_aside, read_json_lines
+from whet.core.files import atomic_write, move_aside
 from whet.core.heartbeat import PHASE
+from whet.core.json_lines import JsonLinesWriter, read_json_lines
 from whet.core.launch_env import search_trial
 from whet.core.run_folder import RunFolder, write_config
 from whet.core.signals import stop_signals

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whet.core.errors import ExitCode
-from whet.core.files import read_json_lines
 from whet.core.heartbeat import read_first_error
+from whet.core.json_lines import read_json_lines
 from whet.core.run_folder import read_status
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT
 from whet.launch.log_policies import PolicyMatch

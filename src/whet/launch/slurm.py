@@ -15,7 +15,8 @@ from pathlib import Path
 from whet.config import Config
 from whet.core.console import info, warn
 from whet.core.errors import ExitCode, WhetError
-from whet.core.files import append_json_line, atomic_write, file_lock, hash_bytes, read_json, read_json_lines, user_path
+from whet.core.files import atomic_write, file_lock, hash_bytes, read_json, user_path
+from whet.core.json_lines import append_json_line, read_json_lines
 from whet.core.run_folder import read_status
 from whet.launch.slurm_commands import ENDED_STATES, POLL_S, describe_end, job_record, job_state, run_slurm, sbatch
 from whet.launch.slurm_script import SlurmJob, render_script, require_plain_paths, time_limit_seconds, warning_seconds

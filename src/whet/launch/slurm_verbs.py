@@ -9,7 +9,8 @@ from pathlib import Path
 
 from whet.core.console import info
 from whet.core.errors import ExitCode, WhetError
-from whet.core.files import append_json_line, resolve_path
+from whet.core.files import resolve_path
+from whet.core.json_lines import append_json_line
 from whet.launch.config import LaunchConfig
 from whet.launch.slurm import JOBS, write_script
 from whet.launch.slurm_commands import ENDED_STATES, POLL_S, describe_end, run_slurm, sbatch, task_records

@@ -18,8 +18,9 @@ from typing import Any
 from whet.core.checksums import read_hashed_json
 from whet.core.console import info, warn
 from whet.core.errors import ExitCode
-from whet.core.files import append_json_line, write_json
+from whet.core.files import write_json
 from whet.core.heartbeat import report_texts
+from whet.core.json_lines import append_json_line
 from whet.core.notify import Notifier
 from whet.core.run_folder import SUPERVISOR_VARIABLE, record_failure
 from whet.core.signals import child_pids, exit_is_undisturbed, identify_process, stop_signals

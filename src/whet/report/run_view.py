@@ -14,7 +14,8 @@ from typing import Any
 
 from whet.core.checksums import read_hashed_json
 from whet.core.errors import WhetError
-from whet.core.files import describe_lines, read_json_lines, resolve_path
+from whet.core.files import resolve_path
+from whet.core.json_lines import describe_lines, read_json_lines
 from whet.core.run_folder import CHECK_FILE, check_run_format, read_status, suggest_runs
 from whet.core.yaml import read_yaml
 from whet.report.formatting import finite_number, int_or_none

@@ -21,8 +21,8 @@ from whet.core import launch_env
 from whet.core.console import info, warn
 from whet.core.costs import predicted_costs, read_prediction, read_sessions, write_usage
 from whet.core.errors import StoppedError, WhetError
-from whet.core.files import read_json_lines
 from whet.core.heartbeat import PHASE, describe_phase
+from whet.core.json_lines import read_json_lines
 from whet.core.notify import Notifier
 from whet.core.run_folder import SUPERVISOR_VARIABLE, read_status
 from whet.core.signals import StopRequested

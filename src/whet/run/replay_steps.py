@@ -18,7 +18,7 @@ from whet.config import Config
 from whet.core.console import progress, silence_libraries, warn
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
-from whet.core.files import read_json_lines
+from whet.core.json_lines import read_json_lines
 from whet.core.run_folder import read_owner
 from whet.data.loader import Loader
 from whet.data.plan.planner import Plan

@@ -21,7 +21,8 @@ from typing import Any
 from whet.checkpoint.directory import lower_is_better
 from whet.core.costs import counted_device_hours
 from whet.core.errors import WhetError, first_line
-from whet.core.files import atomic_write, cache_dir, hash_json, parse_json_line
+from whet.core.files import atomic_write, cache_dir, hash_json
+from whet.core.json_lines import parse_json_line
 from whet.core.run_folder import Owner, read_owner, read_status
 from whet.core.yaml import parse_yaml
 from whet.report.formatting import finite_number

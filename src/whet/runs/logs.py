@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from whet.core.errors import WhetError
-from whet.core.files import read_json_lines
+from whet.core.json_lines import read_json_lines
 
 _POLL_S = 0.3
 _SHOWN_LINES = 20

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from whet.core.files import read_json_lines
+from whet.core.json_lines import read_json_lines
 from whet.core.run_folder import Owner
 from whet.launch.slurm_commands import SlurmUnavailableError
 from whet.runs.facts import RunFacts, read_all_facts

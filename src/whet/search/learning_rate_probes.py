@@ -21,7 +21,8 @@ from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.config import read_tree
 from whet.core.console import info, progress
 from whet.core.errors import WhetError
-from whet.core.files import append_json_line, hash_json, read_json_lines
+from whet.core.files import hash_json
+from whet.core.json_lines import append_json_line, read_json_lines
 from whet.evaluation.validation_losses import ConversationLosses
 from whet.execution.cuda_graphs import release_cuda_graphs
 from whet.run.lifecycle import run_training

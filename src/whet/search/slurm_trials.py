@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from whet.config import Config
 from whet.core.errors import ExitCode
-from whet.core.files import read_json_lines
+from whet.core.json_lines import read_json_lines
 from whet.core.run_folder import read_status
 from whet.launch.slurm import JOBS, submit_run
 from whet.launch.slurm_commands import ENDED_STATES, POLL_S, describe_end, run_slurm

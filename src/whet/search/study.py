@@ -30,7 +30,8 @@ from optuna.trial import FrozenTrial, TrialState
 from whet.core.console import warn
 from whet.core.display import mask_secrets
 from whet.core.errors import RunFailedError, WhetError, first_line
-from whet.core.files import atomic_write, describe_lines, hash_json, is_open_at, move_aside, read_json_lines
+from whet.core.files import atomic_write, hash_json, is_open_at, move_aside
+from whet.core.json_lines import describe_lines, read_json_lines
 from whet.search.brackets import continues
 from whet.search.space import Assignment, Parameter, Space, Value
 

@@ -12,7 +12,8 @@ import numpy as np
 from whet.config import Config, read_config
 from whet.core.config import load_config
 from whet.core.errors import WhetError
-from whet.core.files import atomic_write, hash_json, read_json_lines
+from whet.core.files import atomic_write, hash_json
+from whet.core.json_lines import read_json_lines
 from whet.core.yaml import Node, Template, dump_yaml
 from whet.run.data import make_plan, prepare_data
 from whet.run.models.model_reference import resolve_model_reference

@@ -20,7 +20,7 @@ from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, warn
 from whet.core.distributed import Ranks
 from whet.core.errors import WhetError
-from whet.core.files import parse_json_line
+from whet.core.json_lines import parse_json_line
 from whet.model.load.weight_files import weights_hash
 from whet.model.loss.loss_model import LossModel
 from whet.training.guard import Guard

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, warn
 from whet.core.errors import WhetError
-from whet.core.files import JsonLinesWriter
+from whet.core.json_lines import JsonLinesWriter
 from whet.core.run_folder import RunFolder
 from whet.evaluation.training_losses import TrainingLossWriter
 from whet.evaluation.validation_losses import ConversationLosses, add_validation_losses, truncate_validation_losses

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from whet.core.console import warn
-from whet.core.files import atomic_write, describe_lines, hash_bytes, hash_prefix, parse_json_line, read_with_retries
+from whet.core.files import atomic_write, hash_bytes, hash_prefix, read_with_retries
+from whet.core.json_lines import describe_lines, parse_json_line
 
 RECORDS = ("metrics", "samples", "events")
 

@@ -15,6 +15,7 @@ import pytest
 from whet.core.errors import WhetError
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, PlainText
+from whet.data.read.container import SPLIT_WORDS
 from whet.data.read.sources import expected_records, propose_source, read_source, source_bytes, source_fingerprint
 
 from ..conftest import line
@@ -235,6 +236,12 @@ def test_a_folder_with_several_splits_is_not_read_as_one(tmp_path: Path, names: 
     assert propose_source(str(tmp_path / "set"))[0].split == "train"
     with pytest.raises(WhetError, match="no split 'test'; set split to one of: train, validation"):
         read(tmp_path / "set", split="test")
+
+
+@pytest.mark.parametrize("word", sorted(SPLIT_WORDS))
+def test_a_word_for_a_split_means_the_same_in_a_file_name_and_in_the_option(tmp_path: Path, word: str) -> None:
+    (tmp_path / f"{word}.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    assert read(tmp_path, split=SPLIT_WORDS[word])
 
 
 def test_names_that_state_one_split_or_none_are_read_together(tmp_path: Path) -> None:

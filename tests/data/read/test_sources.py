@@ -18,7 +18,7 @@ from whet.core.errors import WhetError
 from whet.data.builtin import BUILTIN_GENERATORS, GeneratedSample, generate_orders
 from whet.data.config import DEFAULT_BUILTIN_SAMPLES, Source
 from whet.data.conversation import BadRecord, Conversation, FilteredRecord, Message, ParsedRecord
-from whet.data.read import locate
+from whet.data.read import file_types
 from whet.data.read.sources import SourceReader, expected_records, read_source, source_bytes, source_fingerprint
 
 from ..conftest import line
@@ -138,7 +138,7 @@ def test_max_samples_counts_bad_records(jsonl: Jsonl) -> None:
 def test_any_bytes_give_one_record_per_nonblank_line(tmp_path: Path, lines: list[bytes]) -> None:
     content = b"\n".join(lines)
     others = [b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"PAR1", b"ARROW1", b"PK", b"<", b"\xff\xfe", b"\xfe\xff"]
-    if not content or content.lstrip().startswith((*others, *(magic for magic, *_ in locate._OTHER_FILES))):
+    if not content or content.lstrip().startswith((*others, *(magic for magic, *_ in file_types._OTHER_FILES))):
         return  # other containers
     path = tmp_path / "any.jsonl"
     path.write_bytes(content)

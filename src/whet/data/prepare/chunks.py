@@ -16,7 +16,8 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from whet.core.errors import WhetError, first_line, os_error
-from whet.core.files import atomic_write, parse_json_line
+from whet.core.files import atomic_write
+from whet.core.json_lines import parse_json_line
 from whet.data.config import DataConfig, Source
 from whet.data.conversation import Origin
 from whet.data.indexed_dataset import token_dtype

@@ -148,6 +148,13 @@ class SeveralSplitsError(WhetError):
         self.splits = tuple(splits)
 
 
+SPLIT_WORDS = {
+    "train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+}  # fmt: skip
+"""How files, folders and fields name splits."""
+
+
 def choose_split(place: str, splits: Sequence[str], split: str | None) -> str:
     """The split that a source names, or the only one."""
     known = f"set split to one of: {', '.join(splits)}"

@@ -13,17 +13,15 @@ from whet.core.yaml import dump_yaml_inline
 from whet.data.config import Source
 from whet.data.conversation import Origin
 from whet.data.read.container import Container, RawRecord, marked_encoding, open_bytes
-from whet.data.read.formats import FORMATS, begins_chat, find_chat_marker
+from whet.data.read.field_advice import MAX_SHOWN_KEYS, describe_format
+from whet.data.read.formats import FORMATS, TURN_LIST_FIELDS, begins_chat, find_chat_marker
 from whet.data.read.messages import RECORD_FIELDS
 from whet.data.read.question_formats import ANSWER_WORDS, QUESTION_WORDS, list_choices
-from whet.data.read.record_fields import closest_key, find_optional, present_names
-from whet.data.read.text_encoding import unmarked_utf16
-from whet.data.read.unsupported_records import (
+from whet.data.read.record_fields import closest_key, find_optional, present_names, record_keys
+from whet.data.read.record_shapes import (
     ID_NAME,
     LABELS,
-    SCORE,
     SPEAKER_NAME,
-    TURN_KEYS,
     find_context,
     find_turns,
     is_known_shape,
@@ -33,8 +31,8 @@ from whet.data.read.unsupported_records import (
     name_preference,
     name_shape,
     name_unanswered,
-    unused_texts,
 )
+from whet.data.read.text_encoding import unmarked_utf16
 
 _WEAKER_THAN_TURNS = {"multiple-choice", "gsm8k", "alpaca", "prompt-completion", "transcript", "text"}
 _SUPERSEDES = {
@@ -43,13 +41,8 @@ _SUPERSEDES = {
 }  # fmt: skip
 """If a record matches the key, the matches in the set are dropped: a list of turns beats the fields derived from it, a
 gsm8k answer is more specific than any answer, and Stanford Alpaca repeats its prompt as `text`."""
-_TURN_LISTS = ("messages", "conversations")
 _ANSWER_FIELDS = {"messages", "conversations", "completion", "output", "answer", "text"}
 _DETECTABLE = [name for name in FORMATS if name != "marked"]
-_MAX_SHOWN_KEYS = 12
-_REASONING_KEY = re.compile(
-    r"(?:^|_)(?:reason\w*|think\w*|thoughts?|cot|rationale|explanation|scratchpad|trajectory)(?:_|$)", re.IGNORECASE
-)
 _FORMAT_EXAMPLE = (
     ". Set the format, such as format: prompt-completion and fields: {prompt: NAME, completion: NAME}; formats: "
     + ", ".join(FORMATS)
@@ -63,12 +56,6 @@ _CLEAR_OPTIONAL = ("system", "input")
 _SUGGESTED_FIRST = sorted(_DETECTABLE, key=lambda name: name == "text")
 _COLUMN_NAME = re.compile(r"[^\W\d].{0,30}(?<![?!.])", re.DOTALL)
 """Not a question or a number, as the first row has them if no row names the columns."""
-_BAD_MARKS = {
-    "rejected", "reject", "declined", "discarded", "deleted", "ignore", "ignored", "incorrect", "wrong", "thumbs_down",
-    "thumbs down", "thumbsdown", "downvote", "dislike",
-}  # fmt: skip
-_GOOD_KEY = re.compile(r"(?:is[ _])?(?:correct|accepted|approved|good|valid|helpful|reviewed|verified)", re.IGNORECASE)
-_SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"}
 _SAMPLED_RECORDS, _MAX_RECORDS_TRIED, _SAMPLED_FILES = 20, 200, 20
 
 FormatMatch = tuple[str, tuple[tuple[str, str], ...]]
@@ -89,7 +76,7 @@ def detect_source_format(containers: Sequence[Container], source: Source) -> Det
     for each in containers[1:_SAMPLED_FILES]:
         sample += _sample_records(each.records(), 1)
     is_text = containers[0].kind not in ("parquet", "arrow", "xlsx")
-    if source.format == "auto" and is_text and (not sample or any("\0" in key for key in _record_keys([sample[0][0]]))):
+    if source.format == "auto" and is_text and (not sample or any("\0" in key for key in record_keys([sample[0][0]]))):
         _reject_binary(containers[0])
     try:
         chosen = detect_format([record for record, _ in sample], [place for _, place in sample], source)
@@ -196,7 +183,7 @@ def _name_misfit(detected: DetectedFormat, sample: Sequence[Any]) -> str | None:
 
 
 def _name_unanswered(chosen: FormatMatch, sample: Sequence[Any]) -> str | None:
-    turns = next((name for field, name in chosen[1] if field in _TURN_LISTS), None)
+    turns = next((name for field, name in chosen[1] if field in TURN_LIST_FIELDS), None)
     return None if turns is None else name_unanswered(sample, turns)
 
 
@@ -229,8 +216,8 @@ def _drop_superseded(found: set[FormatMatch]) -> set[FormatMatch]:
 def _require_one_match(found: set[FormatMatch], sample: Sequence[Any], source: Source) -> FormatMatch:
     if len(found) == 1:
         return next(iter(found))
-    keys = [repr(key) for key in _record_keys(sample)]
-    seen = f"the records have {', '.join(keys[:_MAX_SHOWN_KEYS])}" if keys else "the records have no fields"
+    keys = [repr(key) for key in record_keys(sample)]
+    seen = f"the records have {', '.join(keys[:MAX_SHOWN_KEYS])}" if keys else "the records have no fields"
     if not found:
         raise WhetError(
             f"data.sources: {source.path}: the format is not recognised: {seen}{_advise_fields(sample, source)}"
@@ -314,7 +301,7 @@ def _suggest_for_record(record: Any, fields: Mapping[str, str]) -> SuggestedFiel
 def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
     """For records with exactly two texts: the first may be the question, the second its answer, unless the first is a
     label."""
-    keys = _record_keys(sample)
+    keys = record_keys(sample)
     texts = [
         key
         for key in keys
@@ -365,81 +352,7 @@ def _make_detected(match: FormatMatch, sample: Sequence[Any], source: Source) ->
             find_optional(record, field, known, names)
         except BadRecordError as error:
             raise WhetError(f"data.sources: {source.path}: {error}") from None
-    return DetectedFormat(form, names, _describe_format(form, names, [*map(list_choices, sample)]))
-
-
-def _describe_format(form: str, names: Mapping[str, str], sample: Sequence[Any]) -> str:
-    """For example: sharegpt (conversations: from, value); not used: id."""
-    keys = _record_keys(sample)
-    inner = FORMATS[form].turn_fields
-    outer = {name: field for field, name in names.items() if field not in inner and name in keys}
-    for field, known in FORMATS[form].optional.items():
-        outer |= {name: field for name in known if field not in names and name in keys and name not in outer}
-    order = sorted(outer, key=lambda name: (outer[name] not in _TURN_LISTS, keys.index(name)))
-    used = [name if outer[name] in (name, *_TURN_LISTS) else f"{name} as {outer[name]}" for name in order]
-    if inner:
-        turns = ", ".join(names[field] for field in inner)
-        used[:1] = [f"{used[0]}: {turns}" if used else turns]
-    unused = [key for key in keys if key not in outer] + _unused_turn_keys(
-        sample, order, [names[field] for field in inner]
-    )
-    description = form + (f" ({', '.join(used)})" if used else "")
-    if unused:
-        more = len(unused) - _MAX_SHOWN_KEYS
-        description += f"; not used: {', '.join(unused[:_MAX_SHOWN_KEYS])}" + (f" and {more} more" if more > 0 else "")
-    return description + _advise(form, names, [record for record in sample if isinstance(record, dict)], outer)
-
-
-def _unused_turn_keys(sample: Sequence[Any], used: Sequence[str], inner: Sequence[str]) -> list[str]:
-    """Keys of turns that no format reads, such as messages.emotion."""
-    prefix = f"{used[0]}." if used else ""
-    lists = [record.get(used[0]) if used and isinstance(record, dict) else record for record in sample if inner]
-    turns = [turn for turns in lists if isinstance(turns, list) for turn in turns if isinstance(turn, dict)]
-    found = [prefix + key for turn in turns for key in turn if key not in (*TURN_KEYS, *inner)]
-    return [*dict.fromkeys(found)]
-
-
-def _is_denied(key: str, value: Any) -> bool:
-    return _GOOD_KEY.fullmatch(key) is not None and str(value).strip().lower() in ("false", "no", "0")
-
-
-def _advise(form: str, names: Mapping[str, str], records: Sequence[Any], used: Mapping[str, str]) -> str:
-    """How to use fields that are not used although they hold text, scores, verdicts or splits."""
-    texts = unused_texts(records, used)
-    scores = [
-        key
-        for key in _record_keys(records)
-        if SCORE.fullmatch(key) and key not in used and not any(isinstance(r.get(key), str) for r in records)
-    ]
-    advice = ""
-    thoughts = next((key for key in texts if _REASONING_KEY.search(key)), None)
-    if thoughts and "reasoning" in FORMATS[form].optional:
-        advice = f". To train on {thoughts} as reasoning before the answer, set fields: {{reasoning: {thoughts}}}"
-    elif texts and form == "prompt-completion":
-        advice = (
-            f". {texts[0]} holds text; to add it to the question, set fields: {{instruction: {names['prompt']}, input: "
-            f"{texts[0]}, output: {names['completion']}}}"
-        )
-    elif texts:
-        free = ", ".join(field for field in FORMATS[form].optional if field not in used.values() and field != "label")
-        advice = f". {', '.join(texts[:3])} hold{'s' * (len(texts) == 1)} text" + (
-            f"; to use it, set it in fields ({free})" if free else ""
-        )
-    if form == "prompt-completion" and any(begins_chat(record.get(names["prompt"])) for record in records):
-        advice += f". {names['prompt']} holds chats as text, each of which becomes one message of the user"
-    for key in [key for key in _record_keys(records) if key not in used and key.isidentifier()]:
-        values = [record.get(key) for record in records]
-        if bad := [value for value in values if str(value).strip().lower() in _BAD_MARKS or _is_denied(key, value)]:
-            advice += f". {key} is {bad[0]!r} in some; to leave these out: where: {key} != {bad[0]!r}"
-        elif {str(value).lower() for value in values} <= _SPLITS:
-            advice += f". {key} names splits; to read one: where: {key} == {values[0]!r}"
-    if scores:
-        advice += f". To keep the better answers by {scores[0]}: where: {scores[0]} >= NUMBER"
-    return advice
-
-
-def _record_keys(sample: Sequence[Any]) -> list[str]:
-    return list(dict.fromkeys(str(key) for record in sample if isinstance(record, dict) for key in record))
+    return DetectedFormat(form, names, describe_format(form, names, [*map(list_choices, sample)]))
 
 
 def _check_fields(source: Source) -> None:

@@ -179,6 +179,9 @@ class RecordFormat(NamedTuple):
         return needed | {field: name for field, name in found.items() if field in self.fields}
 
 
+TURN_LIST_FIELDS = ("messages", "conversations")
+"""The fields of formats that hold the turns of a conversation."""
+
 FORMATS: dict[str, RecordFormat] = {
     "messages": RecordFormat(MESSAGES_FIELDS, recognise_messages, parse_messages, turn_fields=("role", "content")),
     "sharegpt": RecordFormat(SHAREGPT_FIELDS, recognise_sharegpt, parse_sharegpt, turn_fields=("from", "value")),

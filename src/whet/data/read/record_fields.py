@@ -184,3 +184,8 @@ def match_fields(
         return []
     options = [[(field, name) for name in present_names(record, field, known[field], fields)] for field in required]
     return [dict(choice) for choice in itertools.product(*options)]
+
+
+def record_keys(sample: Sequence[Any]) -> list[str]:
+    """The keys of all records, each once, in their order."""
+    return list(dict.fromkeys(str(key) for record in sample if isinstance(record, dict) for key in record))

@@ -12,7 +12,6 @@ from whet.data.read.messages import (
     is_turn_list,
     make_conversation,
     parse_message,
-    parse_tool_call,
     parse_train_flag,
 )
 from whet.data.read.record_fields import (
@@ -25,6 +24,7 @@ from whet.data.read.record_fields import (
     require_text,
     shorten,
 )
+from whet.data.read.tool_calls import parse_tool_call
 
 SHAREGPT_FIELDS = {
     "conversations": ("conversations", "conversation", "messages", "dialogue", "dialog", "chat", "turns"),

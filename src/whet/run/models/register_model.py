@@ -11,7 +11,8 @@ from whet.checkpoint.directory import read_manifest
 from whet.core.checksums import read_hashed_json
 from whet.core.console import info, warn
 from whet.core.errors import WhetError
-from whet.core.files import hash_json, read_json_lines, resolve_path
+from whet.core.files import hash_json, resolve_path
+from whet.core.json_lines import read_json_lines
 from whet.core.run_folder import check_run_format, parse_run_reference
 from whet.core.yaml import read_yaml
 from whet.model.load.weight_files import require_certified_files

@@ -1,0 +1,120 @@
+"""The line about a format: which fields of the records are used, and how to use the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from whet.data.read.container import SPLIT_WORDS
+from whet.data.read.formats import FORMATS, TURN_LIST_FIELDS, begins_chat
+from whet.data.read.messages import MEDIA_KEYS, RECORD_FIELDS
+from whet.data.read.record_fields import record_keys
+from whet.data.read.record_shapes import Record
+
+MAX_SHOWN_KEYS = 12
+_TURN_KEYS = frozenset(
+    {"role", "content", "from", "value", "name", "id", "weight", "train", "tools", "tool_calls", "function_call"}
+    | {"tool_call_id", *RECORD_FIELDS["reasoning"], *MEDIA_KEYS}
+)
+_SCORE = re.compile(r"(?:\w+_)?(?:score|rating|reward|quality|upvotes|pm_score)", re.IGNORECASE)
+_MIN_TEXT = 40  # characters, on average
+_REASONING_KEY = re.compile(
+    r"(?:^|_)(?:reason\w*|think\w*|thoughts?|cot|rationale|explanation|scratchpad|trajectory)(?:_|$)", re.IGNORECASE
+)
+_BAD_MARKS = {
+    "rejected", "reject", "declined", "discarded", "deleted", "ignore", "ignored", "incorrect", "wrong", "thumbs_down",
+    "thumbs down", "thumbsdown", "downvote", "dislike",
+}  # fmt: skip
+_GOOD_KEY = re.compile(r"(?:is[ _])?(?:correct|accepted|approved|good|valid|helpful|reviewed|verified)", re.IGNORECASE)
+
+
+def describe_format(form: str, names: Mapping[str, str], sample: Sequence[Any]) -> str:
+    """For example: sharegpt (conversations: from, value); not used: id."""
+    keys = record_keys(sample)
+    inner = FORMATS[form].turn_fields
+    outer = {name: field for field, name in names.items() if field not in inner and name in keys}
+    for field, known in FORMATS[form].optional.items():
+        outer |= {name: field for name in known if field not in names and name in keys and name not in outer}
+    order = sorted(outer, key=lambda name: (outer[name] not in TURN_LIST_FIELDS, keys.index(name)))
+    used = [name if outer[name] in (name, *TURN_LIST_FIELDS) else f"{name} as {outer[name]}" for name in order]
+    if inner:
+        turns = ", ".join(names[field] for field in inner)
+        used[:1] = [f"{used[0]}: {turns}" if used else turns]
+    unused = [key for key in keys if key not in outer] + _unused_turn_keys(
+        sample, order, [names[field] for field in inner]
+    )
+    description = form + (f" ({', '.join(used)})" if used else "")
+    if unused:
+        more = len(unused) - MAX_SHOWN_KEYS
+        description += f"; not used: {', '.join(unused[:MAX_SHOWN_KEYS])}" + (f" and {more} more" if more > 0 else "")
+    return description + _advise(form, names, [record for record in sample if isinstance(record, dict)], outer)
+
+
+def _unused_turn_keys(sample: Sequence[Any], used: Sequence[str], inner: Sequence[str]) -> list[str]:
+    """Keys of turns that no format reads, such as messages.emotion."""
+    prefix = f"{used[0]}." if used else ""
+    lists = [record.get(used[0]) if used and isinstance(record, dict) else record for record in sample if inner]
+    turns = [turn for turns in lists if isinstance(turns, list) for turn in turns if isinstance(turn, dict)]
+    found = [prefix + key for turn in turns for key in turn if key not in (*_TURN_KEYS, *inner)]
+    return [*dict.fromkeys(found)]
+
+
+def _is_denied(key: str, value: Any) -> bool:
+    return _GOOD_KEY.fullmatch(key) is not None and str(value).strip().lower() in ("false", "no", "0")
+
+
+def _advise(form: str, names: Mapping[str, str], records: Sequence[Any], used: Mapping[str, str]) -> str:
+    """How to use fields that are not used although they hold text, scores, verdicts or splits."""
+    texts = _unused_texts(records, used)
+    scores = [
+        key
+        for key in record_keys(records)
+        if _SCORE.fullmatch(key) and key not in used and not any(isinstance(r.get(key), str) for r in records)
+    ]
+    advice = ""
+    thoughts = next((key for key in texts if _REASONING_KEY.search(key)), None)
+    if thoughts and "reasoning" in FORMATS[form].optional:
+        advice = f". To train on {thoughts} as reasoning before the answer, set fields: {{reasoning: {thoughts}}}"
+    elif texts and form == "prompt-completion":
+        advice = (
+            f". {texts[0]} holds text; to add it to the question, set fields: {{instruction: {names['prompt']}, input: "
+            f"{texts[0]}, output: {names['completion']}}}"
+        )
+    elif texts:
+        free = ", ".join(field for field in FORMATS[form].optional if field not in used.values() and field != "label")
+        advice = f". {', '.join(texts[:3])} hold{'s' * (len(texts) == 1)} text" + (
+            f"; to use it, set it in fields ({free})" if free else ""
+        )
+    if form == "prompt-completion" and any(begins_chat(record.get(names["prompt"])) for record in records):
+        advice += f". {names['prompt']} holds chats as text, each of which becomes one message of the user"
+    for key in [key for key in record_keys(records) if key not in used and key.isidentifier()]:
+        values = [record.get(key) for record in records]
+        if bad := [value for value in values if str(value).strip().lower() in _BAD_MARKS or _is_denied(key, value)]:
+            advice += f". {key} is {bad[0]!r} in some; to leave these out: where: {key} != {bad[0]!r}"
+        elif {str(value).lower() for value in values} <= SPLIT_WORDS.keys():
+            advice += f". {key} names splits; to read one: where: {key} == {values[0]!r}"
+    if scores:
+        advice += f". To keep the better answers by {scores[0]}: where: {scores[0]} >= NUMBER"
+    return advice
+
+
+def _unused_texts(records: Sequence[Record], used: Iterable[str]) -> list[str]:
+    """The unused fields that hold text, unless they repeat what is used."""
+    found: dict[str, list[str]] = {}
+    known = {*used}
+    for record in records:
+        seen = [text for key in known & record.keys() for text in _strings(record[key])]
+        for key, value in record.items():
+            if key not in known and isinstance(value, str) and " " in value.strip():
+                repeats = any(value in text or (len(text) >= _MIN_TEXT and text in value) for text in seen)
+                found.setdefault(key, []).append("" if repeats else value)
+    return [key for key, texts in found.items() if sum(map(len, texts)) >= _MIN_TEXT * len(texts)]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for inner in value if isinstance(value, list) else value.values():
+            yield from _strings(inner)
