@@ -15,7 +15,7 @@ from whet.core.console import warn
 from whet.core.display import is_valid_text
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.read.messages import parse_message_list
-from whet.data.read.tool_calls import parse_tools
+from whet.data.read.tools import parse_tools
 from whet.inference.engine import GenerationOptions
 from whet.inference.generate import context_length
 from whet.inference.inference_model import InferenceModel

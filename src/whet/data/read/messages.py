@@ -30,7 +30,7 @@ from whet.data.read.record_fields import (
     require_text,
     shorten,
 )
-from whet.data.read.tool_calls import parse_tool_call, parse_tool_calls, parse_tools
+from whet.data.read.tools import parse_tool_call, parse_tool_calls, parse_tools
 
 # The record: {"messages": [{"role": "user", "content": "…"}, …]}, or only the list.
 

@@ -24,7 +24,7 @@ from whet.data.read.record_fields import (
     require_text,
     shorten,
 )
-from whet.data.read.tool_calls import parse_tool_call
+from whet.data.read.tools import parse_tool_call
 
 SHAREGPT_FIELDS = {
     "conversations": ("conversations", "conversation", "messages", "dialogue", "dialog", "chat", "turns"),

@@ -25,7 +25,7 @@ from whet.data.read.locate import locate_containers
 from whet.data.read.messages import RECORD_FIELDS, add_system_prompt, parse_message_list
 from whet.data.read.record_fields import decode_list, describe_type, find_optional, require_field, require_nonempty
 from whet.data.read.sources import SourceReader
-from whet.data.read.tool_calls import parse_tools
+from whet.data.read.tools import parse_tools
 from whet.inference.config import EvalConfig, TaskConfig
 from whet.inference.sandbox.sandbox import SandboxMode
 from whet.inference.tasks.scorers import (
