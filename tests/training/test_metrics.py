@@ -12,7 +12,15 @@ import torch
 from whet.data.loader import StepTotals
 from whet.model.flops import AttentionCost, StepFlops
 from whet.training import metrics
-from whet.training.metrics import ExponentialAverage, RunTotals, StepSpeed, StepTime, progress_note, step_metrics
+from whet.training.metrics import (
+    ExponentialAverage,
+    ProgressMeans,
+    RunTotals,
+    StepSpeed,
+    StepTime,
+    progress_note,
+    step_metrics,
+)
 from whet.training.step import StepResult
 
 
@@ -53,9 +61,19 @@ def test_what_is_not_finite_is_nothing() -> None:
 
 
 def test_the_note_says_what_is_known() -> None:
-    assert (
-        progress_note(line(StepSpeed(StepTime(2.0, 0.0), 400, 1000.0)), 2.5)
-        == "mean loss 2.5000 · 15 tokens/s · mfu 20.0%"
-    )
-    assert progress_note(line(StepSpeed(StepTime(2.0, 0.0), 400, None)), 2.5) == "mean loss 2.5000 · 15 tokens/s"
-    assert progress_note(line(StepSpeed(StepTime(2.0, 0.0, is_steady=False), 400, 1000.0)), 2.5) == "mean loss 2.5000"
+    def note(speed: StepSpeed) -> str:
+        return progress_note(ProgressMeans().add(line(speed)))
+
+    assert note(StepSpeed(StepTime(2.0, 0.0), 400, 1000.0)) == "mean loss 2.0000 · 15 tokens/s · mfu 20.0%"
+    assert note(StepSpeed(StepTime(2.0, 0.0), 400, None)) == "mean loss 2.0000 · 15 tokens/s"
+    assert note(StepSpeed(StepTime(2.0, 0.0, is_steady=False), 400, 1000.0)) == "mean loss 2.0000"
+
+
+def test_a_short_last_step_does_not_stand_for_the_run() -> None:
+    means = ProgressMeans()
+    for _ in range(20):
+        means.add(line(StepSpeed(StepTime(2.0, 0.0), 400, 1000.0)))
+    last = means.add(line(StepSpeed(StepTime(20.0, 0.0), 400, 1000.0), loss=7.0))
+    assert last["tokens_per_s"] == pytest.approx(15, rel=0.11)
+    assert last["mfu"] == pytest.approx(0.2, rel=0.11)
+    assert last["loss"] == 7.0  # the curve shows the losses themselves

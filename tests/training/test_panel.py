@@ -51,19 +51,19 @@ def test_a_sparkline_falls_with_the_loss() -> None:
 def test_the_panel_fits_any_window(losses: list[float | None], width: int) -> None:
     panel = TrainingPanel()
     for loss in losses:
-        panel.update(LINE | {"loss": loss}, math.nan if loss is None else loss)
+        panel.update(LINE | {"loss": loss, "mean_loss": loss})
     assert all(len(line) <= width for line in shown(panel, width))
 
 
 def test_the_panel_shows_what_was_measured_and_nothing_else() -> None:
     panel = TrainingPanel()
     assert shown(panel, 100) == [""]
-    panel.update(LINE, 1.5)
+    panel.update(LINE | {"mean_loss": 1.5})
     assert shown(panel, 100) == [
         "mean loss 1.5000 ▁  lr 1.00e-04  norm 0.7",
         "12,346 tokens/s · MFU 41.0% · 61.2 GiB · epoch 0.50 · data wait 20%",
     ]
-    panel.update({"loss": None, "tokens_per_s": None, "mfu": None, "skipped": "nonfinite"}, math.nan)
+    panel.update({"loss": None, "mean_loss": None, "tokens_per_s": None, "mfu": None, "skipped": "nonfinite"})
     assert shown(panel, 100) == ["loss not measured ▁   skipped: nonfinite"]
 
 

@@ -220,9 +220,21 @@ class ExponentialAverage:
         return self._sum / (1 - _BETA**self._count) if self._count else math.nan
 
 
-def progress_note(line: dict[str, Any], smoothed: float) -> str:
-    """What the progress line shows of a step: never a number that was not measured. The loss is a running mean."""
-    parts = ["loss not measured" if math.isnan(smoothed) else f"mean loss {smoothed:.4f}"]
+class ProgressMeans:
+    """Running means for the progress line: one step says little, and the last of an epoch may be a short one."""
+
+    def __init__(self) -> None:
+        self._means = {key: ExponentialAverage() for key in ("loss", "tokens_per_s", "mfu")}
+
+    def add(self, line: dict[str, Any]) -> dict[str, Any]:
+        """The line of a step with `mean_loss`, and with means as its speeds; None for what was never measured."""
+        means = {key: finite_or_none(mean.add(line[key])) for key, mean in self._means.items()}
+        return line | means | {"loss": line["loss"], "mean_loss": means["loss"]}
+
+
+def progress_note(line: dict[str, Any]) -> str:
+    """What the progress line of a log shows after a step, from a line with means."""
+    parts = ["loss not measured" if line["mean_loss"] is None else f"mean loss {line['mean_loss']:.4f}"]
     if line.get("skipped"):
         parts.append("skipped")
     if line["tokens_per_s"] is not None:

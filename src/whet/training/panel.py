@@ -47,17 +47,18 @@ class TrainingPanel:
     """What the panel shows below the progress bar: two lines, cut to the window."""
 
     def __init__(self) -> None:
-        self._curve, self._line, self._smoothed = LossCurve(), dict[str, Any](), math.nan
+        self._curve, self._line = LossCurve(), dict[str, Any]()
 
-    def update(self, line: Mapping[str, Any], smoothed: float) -> None:
-        """A line of metrics.jsonl, and the smoothed loss."""
+    def update(self, line: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl with running means."""
         self._curve.add(line.get("loss"))
-        self._line, self._smoothed = dict(line), smoothed
+        self._line = dict(line)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self._line:
             return
-        head = "loss not measured " if math.isnan(self._smoothed) else f"mean loss {self._smoothed:.4f} "
+        loss = self._line["mean_loss"]
+        head = "loss not measured " if loss is None else f"mean loss {loss:.4f} "
         tail = "".join(f"  {part}" for part in self._learning())
         room = min(_MAX_CURVE, options.max_width - len(head) - len(tail))
         curve = sparkline(self._curve.values, room, options.ascii_only) if room >= _MIN_CURVE else ""
@@ -104,9 +105,9 @@ class TrainingProgress:
     def __init__(self, bar: ProgressBar, panel: TrainingPanel) -> None:
         self._bar, self._panel = bar, panel
 
-    def finish_step(self, line: Mapping[str, Any], smoothed: float, note: str) -> None:
-        """`line`: of metrics.jsonl; `smoothed`: the loss; `note`: what a log shows of the step."""
-        self._panel.update(line, smoothed)
+    def finish_step(self, line: Mapping[str, Any], note: str) -> None:
+        """`line`: of metrics.jsonl, with running means; `note`: what a log shows of the step."""
+        self._panel.update(line)
         self._bar.advance(1, note)
 
 

@@ -17,7 +17,7 @@ from whet.model.weight_effect import list_experts, listed
 from whet.training.checkpoints import roll_back, save_checkpoint, save_is_due, wait_for_save
 from whet.training.faults import LOWER_LR_HINT, handle_fault
 from whet.training.metrics import (
-    ExponentialAverage,
+    ProgressMeans,
     RunTotals,
     StepSpeed,
     StepTime,
@@ -52,7 +52,7 @@ def train(run: Run) -> None:
         if run.ends_early():
             break
         run.model.train()
-        smoothed, overlap = ExponentialAverage(), Overlap(run)
+        means, overlap = ProgressMeans(), Overlap(run)
         line: dict[str, Any] | None
         offset = run.intervals.offset
         with (
@@ -93,8 +93,8 @@ def train(run: Run) -> None:
                             "it again to continue (whet train: with --resume)"
                         )
                     break
-                average = smoothed.add(line["loss"])
-                bar.finish_step(line, average, progress_note(line, average))
+                shown = means.add(line)
+                bar.finish_step(shown, progress_note(shown))
                 is_saved = stop or save or run.intervals.saves_after(run.step, epochs_before, run.epochs(run.totals))
                 if is_saved:
                     _save(run)
