@@ -19,7 +19,7 @@ from whet.core.errors import first_line
 from whet.exporting.dtypes import ExportDtype
 from whet.exporting.safetensors_writer import FLOAT_DTYPE_NAMES, StreamingSafetensorsWriter
 from whet.exporting.spec import ExportFindings, ExportSpec, GenerationSettings
-from whet.exporting.trained_model import TrainedModel, compute_logits, trim_heap
+from whet.exporting.trained_model import TrainedModel, compute_logits
 from whet.exporting.verification import check_generation_stops, compare_stop_tokens, compare_tokenizers
 from whet.exporting.weight_comparison import SafetensorsWeights, compare_weights
 from whet.model.load.pretrained import load_with_transformers, prepare_float64_
@@ -104,10 +104,11 @@ def write_weights(
     for name, read in copied.items():
         writer.add(name, read())
     for weight in model.weights():
-        for name, tensor in to_checkpoint_tensors(model.language_model, weight.name, weight.read()).items():
+        value = weight.read()
+        for name, tensor in to_checkpoint_tensors(model.language_model, weight.name, value).items():
             if name not in copied:
                 writer.add(name, tensor.to(dtype_of(weight.name)) if tensor.is_floating_point() else tensor)
-        trim_heap()
+        model.trim_heap(value.nbytes)
     writer.close()
 
 

@@ -28,6 +28,8 @@ ReadWeight = Callable[[str, torch.dtype], Tensor]
 
 MAX_POSITIONS = 512
 """At which logits are compared, in all probes together."""
+_TRIMS_PER_SHARD = 20
+"""So freed memory that waits for its return is at most 5 % of a shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class TrainedModel:
         files, comparison and logits need every weight."""
         self.model = model.eval()
         self.language_model = unwrap_peft(model)
-        self._read_base, self._max_bytes = read_base, max_bytes
+        self._read_base, self._max_bytes, self._freed_bytes = read_base, max_bytes, 0
         size = sum(weight.nbytes for weight in model.parameters() if is_placeholder(weight))
         self._read = functools.cache(read) if read is not None and 2 * size <= max_bytes else read
         self._names = {id(weight): name for name, weight in self.language_model.named_parameters()}
@@ -152,6 +154,15 @@ class TrainedModel:
         assert self._read is not None, "a model with placeholder weights needs `read`"
         return self._read(self._names[id(tensor)], tensor.dtype)
 
+    def trim_heap(self, freed_bytes: int) -> None:
+        """Return freed memory to the system once it adds up: glibc keeps blocks of up to 32 MB, in every thread.
+        Trimming takes milliseconds, which after every weight would be a tenth of an export."""
+        self._freed_bytes += freed_bytes
+        trim = _malloc_trim()
+        if trim is not None and self._freed_bytes > self._max_bytes // _TRIMS_PER_SHARD:
+            trim(0)
+            self._freed_bytes = 0
+
     def _merged_layer(self, name: str, layer: Any) -> Iterator[MergedWeight]:
         base = layer.get_base_layer()
         plain = [(key, tuple(weight_shape(tensor))) for key, tensor in base.named_parameters()]
@@ -224,13 +235,13 @@ class TrainedModel:
                     dtype = torch.promote_types(weight.dtype, torch.float32) if in_fp32 else weight.dtype
                     value = self.value(weight).to(device, weight.dtype).to(dtype)
                     made[id(weight)] = nn.Parameter(value, requires_grad=False)
-                    trim_heap()  # buffers of the reader
+                    self.trim_heap(weight.nbytes)  # buffers of the reader
                 module.register_parameter(key, made[id(weight)])
 
         def free(*_: object) -> None:
             for module, key, weight in placeholders:
                 module.register_parameter(key, weight)
-            trim_heap()
+            self.trim_heap(sum(weight.nbytes for _, _, weight in placeholders))
 
         hooks = (
             [] if is_whole_model else [unit.register_forward_pre_hook(materialize), unit.register_forward_hook(free)]
@@ -337,10 +348,3 @@ def _malloc_trim() -> Callable[[int], int] | None:
         return ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError):  # not glibc
         return None
-
-
-def trim_heap() -> None:
-    """Return freed memory to the system: glibc keeps blocks of up to 32 MB for reuse, in every thread."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)

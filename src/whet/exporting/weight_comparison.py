@@ -6,6 +6,7 @@ once more, without peft's merge, rounded as the export is, and compared with wha
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from whet.compat.transformers_private import to_checkpoint_tensors
 from whet.core.console import progress
 from whet.exporting.dtypes import ExportDtype
 from whet.exporting.spec import ExportFindings
-from whet.exporting.trained_model import TrainedModel, trim_heap
+from whet.exporting.trained_model import TrainedModel
 from whet.model.lora.trained_weights import TrainedWeight, trained_weights
 from whet.model.weight_effect import WeightEffect, listed, relative_change
 
@@ -91,7 +92,7 @@ def compare_weights(
                 unchanged.append(f"{weight.name}{experts}")
             elif effect.exported is False:
                 wrong.append(weight.name)
-            trim_heap()
+            trained.trim_heap(4 * math.prod(weight.shape))
             bar.advance(1)
     if unchanged:
         findings.reasons.append(f"weights that were trained equal those of the base: {listed(unchanged)}")
