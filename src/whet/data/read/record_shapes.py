@@ -13,13 +13,8 @@ from whet.data.conversation import Conversation, Origin
 from whet.data.read.formats import FORMATS, begins_chat
 from whet.data.read.json_files import is_list_of_records
 from whet.data.read.messages import MESSAGES_EXAMPLE, is_turn_list
-from whet.data.read.question_formats import (
-    ANSWER_WORDS,
-    CHOICE_COLUMN,
-    CONTEXT_WORDS,
-    MORE_THAN_A_PROMPT,
-    QUESTION_WORDS,
-)
+from whet.data.read.question_formats import ANSWER_WORDS, CHOICE_COLUMN
+from whet.data.read.question_shapes import find_context, find_names, name_addition
 from whet.data.read.record_fields import closest_key, decode_list
 from whet.data.read.sharegpt import SHAREGPT_CALLS, SHAREGPT_ROLES
 
@@ -83,7 +78,7 @@ def name_competing_answers(sample: Sequence[Any]) -> str | None:
                 "annotations of Prodigy, whose 'answer' is a verdict. Set where: answer == 'accept' and format: "
                 "prompt-completion with fields: {prompt: NAME, completion: NAME}"
             )
-        prompt, answer = _find_names(record)
+        prompt, answer = find_names(record)
         if prompt is None or answer is None:
             continue
         for key, value in record.items():
@@ -154,7 +149,7 @@ def _name_single_message(record: Record) -> str | None:
     is_part = record.get("type") == "message" or any(
         _CONVERSATION_KEY.fullmatch(str(key)) or _REPLY_KEY.fullmatch(str(key)) for key in record
     )
-    is_part = is_part and _find_names(record)[1] is None
+    is_part = is_part and find_names(record)[1] is None
     speakers = {key: record.get(key) for key in (*_ROLE_KEYS, *(("user", "username", "author_id") if is_part else ()))}
     role = next((key for key, who in speakers.items() if (who and is_part) or str(who).lower() in _SPEAKERS), None)
     text = next((key for key in _TEXT_KEYS if isinstance(record.get(key), str)), None)
@@ -308,16 +303,13 @@ def _name_columns(record: Record, records: Sequence[Record]) -> str | None:
         return f"the records are inside {keys}, …. Write each on a line: jq -c '.[]' FILE > NEW.jsonl"
     if inside:
         return f"the record is inside {inside[0]!r}. Write what is inside as the record: {_unwrap(inside[0])}"
-    if (fields := find_context(records)) is not None:
-        return (
-            f"a question, an answer and {fields['input']!r}, which belongs to the question. Set fields: "
-            f"{{{', '.join(f'{field}: {name}' for field, name in fields.items())}}}, or let `whet init` write it"
-        )
+    if (addition := name_addition(records)) is not None:
+        return addition
     if chat := next((key for key, value in record.items() if begins_chat(value)), None):
         if FORMATS["transcript"].recognise(record, {"text": chat}):
             return f"{chat!r} holds whole chats. Set format: transcript and fields: {{text: {chat}}}"
         return f"{chat!r} holds whole chats as text. Write them as messages: {MESSAGES_EXAMPLE}"
-    prompt, completion = _find_names(record)
+    prompt, completion = find_names(record)
     if prompt and not completion:
         return f"a question ({prompt!r}) without a known answer. Set fields: {{prompt: {prompt}, completion: NAME}}"
     return None
@@ -357,27 +349,6 @@ def name_people(sample: Sequence[Any], turns: str, speaker: str) -> str | None:
         f"the speakers are {names}, not roles such as human and gpt. Write gpt for the one that the model should speak "
         "for, and human for the others"
     )
-
-
-def _find_names(record: Record) -> tuple[str | None, str | None]:
-    """The columns with the question and with the answer."""
-    prompt = closest_key(_PROMPTS, record, QUESTION_WORDS.split(), cutoff=1.0)
-    return prompt, closest_key(_COMPLETIONS, [key for key in record if key != prompt], ANSWER_WORDS.split(), cutoff=1.0)
-
-
-def find_context(sample: Sequence[Any]) -> dict[str, str] | None:
-    """Fields as in Alpaca of records with a question, its context and an answer; None if they have no context."""
-    for record in sample:
-        if not isinstance(record, dict):
-            continue
-        prompt, completion = _find_names(record)
-        others = (key for key in record if key not in (prompt, completion))
-        texts = [key for key in others if isinstance(record[key], str) and record[key]]
-        context = closest_key(MORE_THAN_A_PROMPT, texts, CONTEXT_WORDS.split(), cutoff=1.0)
-        is_alpaca = str(context).lower() == "instruction" and str(prompt).lower() == "input"
-        if prompt and completion and context and not is_alpaca:
-            return {"instruction": prompt, "input": context, "output": completion}
-    return None
 
 
 def find_records_inside(record: Record) -> str | None:
