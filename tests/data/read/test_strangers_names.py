@@ -103,3 +103,23 @@ def test_a_system_prompt_is_kept_beside_a_context_and_in_other_languages(tmp_pat
     for name in ("Systemprompt", "系统提示词"):
         record = {name: "S.", "Frage": "Q?", "Antwort": "A."}
         assert read(tmp_path / "a.jsonl", record)[0] == [("system", "S."), *ANSWERED]
+
+
+@pytest.mark.parametrize("names", ["reply message", "solution exercise", "target source"])
+def test_the_answer_may_be_the_first_of_two_columns(tmp_path: Path, names: str) -> None:
+    """The first was the question by its place, whatever its name."""
+    answer, question = names.split()
+    assert read(tmp_path / "a.jsonl", {answer: "A.", question: "Q?"}) == (ANSWERED, True)
+
+
+def test_what_is_no_answer_by_its_name_is_no_question_either(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"topic": "Dogs", "input": "Tell me of dogs."}\n')
+    with pytest.raises(WhetError, match=r"a question \('input'\) without a known answer"):
+        propose_source(str(tmp_path / "a.jsonl"))
+
+
+def test_an_answer_beside_the_expected_one_is_ambiguous(tmp_path: Path) -> None:
+    """As tables of an evaluation have them: the answer may be the wrong one."""
+    (tmp_path / "a.jsonl").write_text('{"question": "Q?", "expected": "A.", "answer": "B."}\n')
+    with pytest.raises(WhetError, match="'answer' and 'expected' may each be the answer"):
+        propose_source(str(tmp_path / "a.jsonl"))

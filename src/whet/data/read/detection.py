@@ -25,7 +25,7 @@ from whet.data.read.question_formats import (
     SYSTEM_WORDS,
     list_choices,
 )
-from whet.data.read.question_shapes import find_context, name_addition
+from whet.data.read.question_shapes import find_context, find_names, name_addition
 from whet.data.read.record_fields import closest_key, find_optional, present_names, record_keys
 from whet.data.read.record_shapes import (
     ID_NAME,
@@ -314,8 +314,8 @@ def _suggest_for_record(record: Any, fields: Mapping[str, str]) -> SuggestedFiel
 
 
 def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
-    """For records with exactly two texts: the first may be the question, the second its answer, unless the first is a
-    label."""
+    """For records with exactly two texts: the first may be the question, the second its answer, unless the name of one
+    says otherwise or the first is a label."""
     keys = record_keys(sample)
     texts = [
         key
@@ -326,7 +326,10 @@ def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
         return None
     if any(SPEAKER_NAME.fullmatch(key) for key in texts):
         return None  # who says what
-    texts.sort(key=lambda key: key.lower() in LABELS)
+    question, answer = find_names(dict.fromkeys(texts))
+    if question == texts[1] and answer is None:
+        return None  # the first is no answer by its name
+    texts.sort(key=lambda key: (key == answer, key.lower() in LABELS))
     if texts[0] in RECORD_FIELDS["system"] or any(begins_chat(r.get(texts[1])) for r in sample if isinstance(r, dict)):
         return None
     if any(isinstance(r, dict) and (r.get("label") is not None or _has_lists(r)) for r in sample):

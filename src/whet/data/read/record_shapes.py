@@ -30,7 +30,7 @@ LABELS = ("label", "labels", "summary", "code", "sentiment", "intent", "emotion"
 _VERDICTS = ("accept", "reject", "ignore")
 _BETTER = re.compile(
     r"(?:correct(?:ed)?|edited|revised|improved|rewritten|ideal|gold(?:en)?|ground_?truth|expected|reference)"
-    r"_(?:answer|response|completion|output|solution|reply|text)|correction|gold|ground_?truth"
+    r"_(?:answer|response|completion|output|solution|reply|text)|correction|expected|gold|ground_?truth"
 )
 _REPLY_KEY = re.compile(r"(?:in_)?(?:reply|response)_to(?:_\w+)?", re.IGNORECASE)
 ID_NAME = re.compile(r"(?:.*[_ ])?(?:id|uuid|idx|index|nr|key|url)\.?", re.IGNORECASE)
