@@ -321,7 +321,10 @@ def test_a_transcript_must_alternate(read: Any) -> None:
     ["Below is an instruction.\n\n### Instruction:\nQ?\n\n### Response:\nA.", "A chat. USER: Q? ASSISTANT: A.</s>",
      "<human>: Q?\n<bot>: A.", "User: Q?\nAssistant: A.", "<start_of_turn>user\nQ?", "<|prompter|>Q?<|assistant|>A.",
      "Intro\n### Human: Q?### Assistant: A.", "12/03/2024, 09:15 - Anna: Q?\n12/03/2024, 09:16 - Shop: A.",
-     "\u200e[12.03.24, 9:15:07\u202fPM] Anna: Q?"],
+     "\u200e[12.03.24, 9:15:07\u202fPM] Anna: Q?", "**User:** Q?\n\n**Assistant:** A.", "**User**: Q?\n**AI**: A.",
+     "## User\nQ?\n\n## Assistant\nA.", "Q: Q?\nA: A.", "You said:\nQ?\nChatGPT said:\nA.", "Frage: Q?\nAntwort: A.",
+     "### Question: Q?\n### Answer: A.", "Instruct: Q?\nOutput: A.", "<｜User｜>Q?<｜Assistant｜>A.",
+     "用户：问\n助手：答", "问：Q\n答：A", "[|Human|] Q?\n[|AI|] A.", "<|USER_TOKEN|>Q?", "> Human: Q?\n> Claude: A."],
 )  # fmt: skip
 def test_other_texts_with_turns_are_refused(read: Any, text: str) -> None:
     assert "the texts are chats with" in refusal(read, {"text": text})
@@ -329,7 +332,18 @@ def test_other_texts_with_turns_are_refused(read: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["### Instructions\n\nMix it.", "The user: nobody.", "An assistant: me.", "Human: it is."]
+    "text",
+    [
+        "### Instructions\n\nMix it.",
+        "The user: nobody.",
+        "An assistant: me.",
+        "Human: it is.",
+        "A: one.\nB: two.",
+        "Is it?\nAnswer: yes.",
+        "# User guide\n\n# AI in use\n",
+        "Me: Hi.\nAnn: Hello.",
+        "Options:\na: x\nb: y",
+    ],
 )
 def test_texts_with_one_label_are_documents(read: Any, text: str) -> None:
     assert isinstance(read({"text": text})[0], PlainText)
