@@ -28,6 +28,9 @@ from whet.data.read.container import (
     unique_keys,
 )
 from whet.data.read.formats import FORMATS
+from whet.data.read.messages import RECORD_FIELDS
+from whet.data.read.question_formats import MORE_THAN_A_PROMPT
+from whet.data.read.record_fields import EMPTY_VALUES
 
 _COUNT_CHUNK_BYTES = 2**20
 
@@ -144,6 +147,8 @@ def _require_end_of_file(rest: bytes, stream: IO[bytes], name: str) -> None:
 
 
 _MESSAGE_KEYS = {"role", "from"}
+_SHARED = {*RECORD_FIELDS["system"], *RECORD_FIELDS["tools"], *MORE_THAN_A_PROMPT, "text"}
+"""What an object may have once for all of its records."""
 
 
 class JsonObjectFile(Container):
@@ -175,7 +180,8 @@ class JsonObjectFile(Container):
                 f"data.sources: {self.name}: a chat between people, as Telegram, Facebook and Instagram export it. "
                 "docs/data.md has a script that writes it as messages"
             )
-        lists = {} if is_record(whole) else {key: value for key, value in whole.items() if is_list_of_records(value)}
+        is_one = is_record(whole) or not _MESSAGE_KEYS.isdisjoint(whole)
+        lists = {} if is_one else {key: value for key, value in whole.items() if is_list_of_records(value)}
         if self._split is not None:
             if self._split not in lists:
                 known = ", ".join(lists) or "none"
@@ -192,6 +198,11 @@ class JsonObjectFile(Container):
                 lists,
             )
         [(key, records)] = lists.items()
+        if shared := [name for name in whole if name in _SHARED and whole[name] not in EMPTY_VALUES]:
+            raise WhetError(
+                f"data.sources: {self.name}: {shared[0]!r} is beside the records under {key!r}, which need it. Write "
+                f"it into each: jq -c 'del(.{key}) + .{key}[]' FILE > NEW.jsonl"
+            )
         self.note = f"records under {key!r}"
         return list(records)
 

@@ -135,7 +135,13 @@ def recognise_prompt_completion(record: Any, fields: Mapping[str, str]) -> list[
     """Every set of field names under which the record matches; none if it has a field that adds to the prompt."""
     if not isinstance(record, dict) or find_addition(record, fields.values()) is not None:
         return []
-    return match_fields(record, PROMPT_COMPLETION_FIELDS, ("prompt", "completion"), fields)
+    found = match_fields(record, PROMPT_COMPLETION_FIELDS, ("prompt", "completion"), fields)
+    return [names for names in found if not _is_other_object(record[names["prompt"]])]
+
+
+def _is_other_object(value: Any) -> bool:
+    """Whether this is an object, but no message."""
+    return isinstance(value, dict) and "role" not in value and "from" not in value
 
 
 def find_addition(record: Mapping[str, Any], used: Collection[str]) -> str | None:
@@ -180,6 +186,12 @@ def parse_prompt_completion(record: Any, names: Mapping[str, str], origin: Origi
 
 def _as_messages(value: Any, name: str, role: str) -> list[Any]:
     value = _decode_messages(value)
+    if _is_other_object(value):
+        keys = ", ".join(map(repr, value)) or "no keys"
+        raise BadRecordError(
+            "bad content",
+            f"{name!r} must be text or messages, not an object with {keys[:80]}. Write its text in its place",
+        )
     if isinstance(value, (list, dict)) and value:
         return [_as_message(turn) for turn in (value if isinstance(value, list) else [value])]
     return [{"role": role, "content": require_nonempty(value, f"'{name}'")}]

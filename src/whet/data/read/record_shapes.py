@@ -11,8 +11,17 @@ from typing import Any
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Origin
 from whet.data.read.formats import FORMATS, begins_chat
-from whet.data.read.json_files import is_list_of_records
+from whet.data.read.json_files import is_list_of_records, is_record
 from whet.data.read.messages import MESSAGES_EXAMPLE, is_turn_list
+from whet.data.read.nested_records import (
+    TURN_LISTS,
+    append_answer,
+    last_speaker,
+    name_messages_inside,
+    name_split_record,
+    name_turns_with_text,
+    unwrap,
+)
 from whet.data.read.question_formats import ANSWER_WORDS, CHOICE_COLUMN
 from whet.data.read.question_shapes import find_context, find_names, name_addition
 from whet.data.read.record_fields import closest_key, decode_list
@@ -34,13 +43,11 @@ _BETTER = re.compile(
 )
 _REPLY_KEY = re.compile(r"(?:in_)?(?:reply|response)_to(?:_\w+)?", re.IGNORECASE)
 ID_NAME = re.compile(r"(?:.*[_ ])?(?:id|uuid|idx|index|nr|key|url)\.?", re.IGNORECASE)
-_NOT_ANSWERING = ("system", "developer", "user", "human")
 _TEXT_KEYS = ("text", "content", "value", "message", "body")
 _ANSWER_LISTS = ("completions", "responses", "answers", "generations", "outputs", "candidates", "replies")
 _PAIR = re.compile(
     r"(response|answer|completion|output|generation|conversation|chat|summary|human_ref)[_ ]?([012abjk])", re.I
 )
-_TURN_LISTS = (*FORMATS["messages"].required["messages"], "data", "utterances")
 _PROMPTS, _COMPLETIONS = (FORMATS["prompt-completion"].required[field] for field in ("prompt", "completion"))
 
 
@@ -92,30 +99,27 @@ def name_competing_answers(sample: Sequence[Any]) -> str | None:
 def name_unanswered(sample: Sequence[Any], turns: str) -> str | None:
     """Messages that all end with a question, whose answers are beside them: two to compare, or one."""
     records = [record for record in sample if isinstance(record, dict) and isinstance(record.get(turns), list)]
-    if not records or any(_last_speaker(record[turns]) not in ("user", "human") for record in records):
+    if not records or any(last_speaker(record[turns]) not in ("user", "human") for record in records):
         return None
     if preference := name_preference(records):
         return preference
     answer = next((key for key in _COMPLETIONS if all(record.get(key) for record in records)), None)
     fields = {"prompt": turns, "completion": str(answer)}
     if answer is None or not all(_is_question_and_answer(record, "prompt-completion", fields) for record in records):
-        return None
+        command = append_answer(records[0], turns)
+        return command and f"{turns!r} ends with a question, and its answer is elsewhere. Append it: {command}"
     return (
         f"{turns!r} ends with a question, and {answer!r} is its answer. Set format: prompt-completion and "
         f"fields: {{prompt: {turns}, completion: {answer}}}"
     )
 
 
-def _last_speaker(turns: Sequence[Any]) -> Any:
-    last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
-    return last.get("role", last.get("from"))
-
-
 def name_shape(sample: Sequence[Any], recognised: bool) -> str | None:
     """The name of a known shape that no format reads, with a remedy; only what `text` would misread if `recognised`."""
     records = [record for record in sample if isinstance(record, dict)]
     for record in records:
-        if name := (_name_single_message(record) or _name_text_and_answer(record)) or (
+        beside = name_turns_with_text(record) if isinstance(record.get("text"), str) else None
+        if name := (_name_single_message(record) or beside or _name_text_and_answer(record)) or (
             None if recognised else _name_structure(record, records) or _name_columns(record, records)
         ):
             return name
@@ -133,7 +137,7 @@ def name_json_text(record: Any, name: str) -> str | None:
         return None
     if not any(form.recognise(inner, {}) for key, form in FORMATS.items() if key != "marked"):
         return None
-    command = _unwrap(name) if isinstance(record, dict) else "jq -c '(arrays[], strings)' FILE > NEW.jsonl"
+    command = unwrap(name) if isinstance(record, dict) else "jq -c '(arrays[], strings)' FILE > NEW.jsonl"
     command = command.replace("' FILE", " | fromjson' FILE")
     return f"the texts are records of JSON, written as strings. Unwrap them: {command}"
 
@@ -152,7 +156,7 @@ def _name_single_message(record: Record) -> str | None:
     is_part = is_part and find_names(record)[1] is None
     speakers = {key: record.get(key) for key in (*_ROLE_KEYS, *(("user", "username", "author_id") if is_part else ()))}
     role = next((key for key, who in speakers.items() if (who and is_part) or str(who).lower() in _SPEAKERS), None)
-    text = next((key for key in _TEXT_KEYS if isinstance(record.get(key), str)), None)
+    text = next((key for key in _TEXT_KEYS if isinstance(record.get(key), (str, list))), None)
     if role is None or text is None:
         return None
     tree = " of a tree of replies, as in OASST" if "parent_id" in record else ""
@@ -191,12 +195,12 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
         return f"{shape}. docs/data.md has a line that writes them as messages"
     if calls := next((key for key in _ANSWER_LISTS if _holds_calls(record.get(key))), None):
         return f"calls of tools as text ({calls!r}), as in xLAM. docs/data.md has a line that writes them as messages"
+    pairs = [found for key in keys if (found := _PAIR.fullmatch(str(key)))]
+    if len(pairs) > 1 and pairs[0][1] == pairs[1][1]:
+        return _describe_preference(records, pairs[0][0], pairs[1][0])
+    if nested := name_messages_inside(record):
+        return nested
     for key, value in record.items():
-        inner = [value.get(name) for name in _TURN_LISTS] if isinstance(value, dict) else []
-        if turns := next((each for each in inner if is_turn_list(each, "role") or is_turn_list(each, "from")), None):
-            if isinstance(turns, list) and all(_last_speaker([turn]) in _NOT_ANSWERING for turn in turns):
-                return f"the messages are inside {key!r}, without an answer. Write both as {MESSAGES_EXAMPLE}"
-            return f"the messages are inside {key!r}. Write what is inside as the record: {_unwrap(key)}"
         if isinstance(value, list) and value and all(_is_segment(each) for each in value):
             return (
                 f"texts with a mask of their own ({key!r}), as in Axolotl's input_output. whet makes the mask from the "
@@ -221,7 +225,7 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
             f"the records are inside {inside!r}, several to a line. Write each into one: "
             f"jq -c '{each}' FILE > NEW.jsonl"
         )
-    for key in _TURN_LISTS:
+    for key in TURN_LISTS:
         turns = record.get(key)
         if isinstance(turns, list) and turns and isinstance(turns[0], (str, dict)):
             shape = "texts without speakers" if isinstance(turns[0], str) else f"objects with {', '.join(turns[0])}"
@@ -238,9 +242,8 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
             f"multiple choice with a column per choice ({', '.join(choices[:6])}). Write a list of them: "
             '{"question": "…", "choices": ["…", "…"], "answer": 1}'
         )
-    pairs = [found for key in keys if (found := _PAIR.fullmatch(str(key)))]
-    if len(pairs) > 1 and pairs[0][1] == pairs[1][1]:
-        return _describe_preference(records, pairs[0][0], pairs[1][0])
+    if split := name_split_record(record):
+        return split
     if several := next((key for key in _ANSWER_LISTS if isinstance(record.get(key), (list, dict))), None):
         return (
             f"several answers to a question ({several!r}). Write a record for each answer that is to be learned: "
@@ -284,25 +287,19 @@ def find_turns(record: Record) -> dict[str, str] | None:
     return None
 
 
-def _unwrap(key: str) -> str:
-    """The command that writes what is inside `key` of each record, in JSON Lines or an array."""
-    step = f".{key}" if key.isidentifier() and key.isascii() else f".{json.dumps(key, ensure_ascii=False)}"
-    return f"jq -c '(arrays[], objects){step}' FILE > NEW.jsonl"
-
-
 def _name_columns(record: Record, records: Sequence[Record]) -> str | None:
     only = sum(1 for key in record if not ID_NAME.fullmatch(str(key))) == 1
     inside = [
         key
         for key, value in record.items()
         if isinstance(value, dict)
-        and ((only and _has_texts(value)) or any(form.recognise(value, {}) for form in FORMATS.values()))
+        and (is_record(value) or (only and (_has_texts(value) or FORMATS["text"].recognise(value, {}))))
     ]
     if len(inside) > 1:
         keys = ", ".join(map(repr, inside[:2]))
         return f"the records are inside {keys}, …. Write each on a line: jq -c '.[]' FILE > NEW.jsonl"
     if inside:
-        return f"the record is inside {inside[0]!r}. Write what is inside as the record: {_unwrap(inside[0])}"
+        return f"the record is inside {inside[0]!r}. Write what is inside as the record: {unwrap(inside[0])}"
     if (addition := name_addition(records)) is not None:
         return addition
     if chat := next((key for key, value in record.items() if begins_chat(value)), None):
@@ -352,8 +349,8 @@ def name_people(sample: Sequence[Any], turns: str, speaker: str) -> str | None:
 
 
 def find_records_inside(record: Record) -> str | None:
-    """The key of a list of records in an object that is none itself."""
-    for key, value in record.items():
+    """The key of a list of records in an object that is none itself, nor a message."""
+    for key, value in record.items() if "role" not in record else ():
         if key in (*FORMATS["messages"].required["messages"], *_ANSWER_LISTS) or not is_list_of_records(value):
             continue
         if find_turns({key: value}):
@@ -394,7 +391,7 @@ def _candidates(record: Record, answer: str) -> Iterator[tuple[str, dict[str, st
     yield "transcript", {"text": answer}
     if "instruction" in record:
         yield "alpaca", {"instruction": "instruction", "output": answer}
-    for prompt in (*_PROMPTS, *_TURN_LISTS):
+    for prompt in (*_PROMPTS, *TURN_LISTS):
         if prompt in record:
             yield "prompt-completion", {"prompt": prompt, "completion": answer}
 
