@@ -253,6 +253,15 @@ def _parse_role(role: Any, place: str, role_name: str, content_name: str) -> str
 
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_CALL_PART = re.compile(r"tool|function|think|reason", re.IGNORECASE)
+
+
+def _part_text(part: Any) -> Any:
+    """The text of a content part; Bedrock's and Gemini's have no type."""
+    if not isinstance(part, dict):
+        return None
+    is_text = part.get("type") in _TEXT_PARTS or [key for key, value in part.items() if value is not None] == ["text"]
+    return part.get("text") if is_text else None
 
 
 def _parse_content(content: Any, place: str, optional: bool) -> str:
@@ -260,16 +269,14 @@ def _parse_content(content: Any, place: str, optional: bool) -> str:
         return ""
     if not isinstance(content, list):
         return require_text(content, place)
-    texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else None for part in content
-    ]
+    texts = [_part_text(part) for part in content]
     if not texts or not all(isinstance(text, str) for text in texts):
-        objects = [part for part in content if isinstance(part, dict)]
+        objects = [part for part in content if isinstance(part, dict) and not isinstance(_part_text(part), str)]
         kinds = {str(part["type"]) for part in objects if "type" in part} - {*_TEXT_PARTS}
-        kinds |= {key for part in objects if "type" not in part for key in part if key in MEDIA_KEYS}
+        kinds |= {key for part in objects if "type" not in part for key in part if part[key] is not None}
         found = f", not {', '.join(sorted(kinds))[:60]}" if kinds else ""
         remedy = "remove the others"
-        if kinds & {"thinking", "tool_use", "tool_result"}:
+        if any(map(_CALL_PART.search, kinds)):
             remedy = "write thinking as reasoning, tool_use as tool_calls and tool_result as a message of the role tool"
         raise BadRecordError("bad content", f"{place}: whet trains on content parts of type 'text'{found}; {remedy}")
     return require_text("".join(map(str, texts)), place)
