@@ -123,3 +123,12 @@ def test_an_answer_beside_the_expected_one_is_ambiguous(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"question": "Q?", "expected": "A.", "answer": "B."}\n')
     with pytest.raises(WhetError, match="'answer' and 'expected' may each be the answer"):
         propose_source(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("names", [("from", "text"), ("from", "content"), ("role", "value"), ("role", "message")])
+def test_the_text_of_a_turn_under_the_name_of_another_format(tmp_path: Path, names: tuple[str, str]) -> None:
+    """Every record was bad, and nothing said what to set."""
+    turns = [dict(zip(names, turn, strict=True)) for turn in (("human", "Q?"), ("gpt", "A."))]
+    assert read(tmp_path / "a.jsonl", {"conversations": turns}) == (ANSWERED, True)
+    with pytest.raises(WhetError, match=f"from: {names[0]}, value: {names[1]}}}, or let `whet init` write it"):
+        SourceReader(Source(path=str(tmp_path / "a.jsonl")))

@@ -42,6 +42,8 @@ MESSAGES_FIELDS = {
 MESSAGES_EXAMPLE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 _LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 _CHAT_ROLES = ("user", "assistant")
+TEXT_KEYS = ("text", "content", "value", "message", "body")
+"""The names that the text of a message has."""
 
 
 def recognise_messages(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -53,7 +55,9 @@ def recognise_messages(record: Any, fields: Mapping[str, str]) -> list[dict[str,
         return []
     names = [fields["messages"]] if "messages" in fields else MESSAGES_FIELDS["messages"]
     return [
-        {"messages": name, "role": role, "content": content} for name in names if is_turn_list(record.get(name), role)
+        {"messages": name, "role": role, "content": content}
+        for name in names
+        if is_turn_list(record.get(name), role) and not has_other_content(record[name], content)
     ]
 
 
@@ -62,6 +66,12 @@ def is_turn_list(turns: Any, key: str) -> bool:
     if isinstance(turns, str) and _LIST_OF_OBJECTS.match(turns):
         return f'"{key}"' in turns or f"'{key}'" in turns
     return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and key in turns[0]
+
+
+def has_other_content(turns: Any, name: str) -> bool:
+    """Whether the first turn has its text under another name."""
+    first = turns[0] if isinstance(turns, list) else {}
+    return name not in first and any(isinstance(first.get(key), str) for key in TEXT_KEYS)
 
 
 def parse_messages(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:

@@ -12,7 +12,7 @@ from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Origin
 from whet.data.read.formats import FORMATS, begins_chat
 from whet.data.read.json_files import is_list_of_records, is_record
-from whet.data.read.messages import MESSAGES_EXAMPLE, is_turn_list
+from whet.data.read.messages import MESSAGES_EXAMPLE, TEXT_KEYS, is_turn_list
 from whet.data.read.nested_records import (
     TURN_LISTS,
     append_answer,
@@ -43,7 +43,6 @@ _BETTER = re.compile(
 )
 _REPLY_KEY = re.compile(r"(?:in_)?(?:reply|response)_to(?:_\w+)?", re.IGNORECASE)
 ID_NAME = re.compile(r"(?:.*[_ ])?(?:id|uuid|idx|index|nr|key|url)\.?", re.IGNORECASE)
-_TEXT_KEYS = ("text", "content", "value", "message", "body")
 _ANSWER_LISTS = ("completions", "responses", "answers", "generations", "outputs", "candidates", "replies")
 _PAIR = re.compile(
     r"(response|answer|completion|output|generation|conversation|chat|summary|human_ref)[_ ]?([012abjk])", re.I
@@ -156,7 +155,7 @@ def _name_single_message(record: Record) -> str | None:
     is_part = is_part and find_names(record)[1] is None
     speakers = {key: record.get(key) for key in (*_ROLE_KEYS, *(("user", "username", "author_id") if is_part else ()))}
     role = next((key for key, who in speakers.items() if (who and is_part) or str(who).lower() in _SPEAKERS), None)
-    text = next((key for key in _TEXT_KEYS if isinstance(record.get(key), (str, list))), None)
+    text = next((key for key in TEXT_KEYS if isinstance(record.get(key), (str, list))), None)
     if role is None or text is None:
         return None
     tree = " of a tree of replies, as in OASST" if "parent_id" in record else ""
@@ -277,7 +276,7 @@ def find_turns(record: Record) -> dict[str, str] | None:
     for key, turns in record.items():
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             continue
-        for role, text in itertools.product((*_ROLE_KEYS, "type"), _TEXT_KEYS):  # "type" in LangChain's
+        for role, text in itertools.product((*_ROLE_KEYS, "type"), TEXT_KEYS):  # "type" in LangChain's
             if (role, text) in (("role", "content"), ("from", "value")):
                 continue
             if turns and all(
