@@ -668,6 +668,8 @@ def test_the_text_that_choices_are_about_is_in_the_question(read: Any, key: str)
     """As in RACE: without it the answer is a guess."""
     [parsed] = read({key: "C.", "question": "Q?", "options": ["x", "y"], "answer": "B"})
     assert parsed.messages[0].content.startswith("C.\n\nQ?\n\n- A) x\n- B) y\n")
+    [parsed] = read({"question": "Q?", "options": {"A": "x", "B": "y"}, "answer": "B", "answer_idx": "B"})
+    assert parsed.messages[1].content == "B"
     [parsed] = read({"question_stem": "Q?", "choices": {"label": ["A", "B"], "text": ["x", "y"]}, "answerKey": "B"})
     assert parsed.messages[0].content.startswith("Q?\n\n- A) x")
 

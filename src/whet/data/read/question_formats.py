@@ -339,7 +339,9 @@ def multiple_choice_prompt(question: str, choices: Sequence[str]) -> str:
 
 
 def _parse_choices(choices: Any, name: str) -> tuple[list[str], list[str] | None]:
-    """The texts and, in ARC's schema, their labels."""
+    """The texts and, in ARC's schema or in an object such as MedQA's {"A": "…", "B": "…"}, their labels."""
+    if isinstance(choices, dict) and "text" not in choices:
+        choices = {"label": list(choices), "text": list(choices.values())}
     labels = choices.get("label") if isinstance(choices, dict) else None
     texts = choices.get("text") if isinstance(choices, dict) else decode_list(choices, f"'{name}'")
     if not isinstance(texts, list) or not 2 <= len(texts) <= len(ascii_uppercase):
