@@ -124,3 +124,36 @@ def test_what_all_records_of_an_object_share_is_not_lost(tmp_path: Path, name: s
     assert [turns(each) for each in read_source(Source(path=str(tmp_path / "b.jsonl")))] == [
         [("system", "S."), *ANSWERED]
     ] * 2
+
+
+@pytest.mark.parametrize("names", [("question", "answer"), ("Frage", "Antwort")])
+def test_an_object_of_lists_is_a_table_of_columns(tmp_path: Path, names: tuple[str, str]) -> None:
+    """As to_dict of `datasets` writes it: it was one bad record."""
+    (tmp_path / "a.json").write_text(json.dumps({names[0]: ["Q?", "Q?"], names[1]: ["A.", "A."], "id": [1, 2]}))
+    source, _ = propose_source(str(tmp_path / "a.json"))
+    assert [turns(each) for each in read_source(source)] == [ANSWERED] * 2
+
+
+@pytest.mark.system("jq")
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", [["Q?", "A."], ["Q?", "A."]]),
+        ("a.json", [[{"question": "Q?", "answer": "A."}] * 2]),
+        ("a.jsonl", '["Q?", "A."]\n["Q?", "A."]\n'),
+        (
+            "a.jsonl",
+            '[{"messages": [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": "A."}]}]\n' * 2,
+        ),
+    ],
+)
+def test_records_that_are_lists_get_a_command(tmp_path: Path, name: str, content: Any) -> None:
+    """`the records have no fields`, it said."""
+    path = tmp_path / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(WhetError) as caught:
+        propose_source(str(path))
+    [program] = re.findall(r"jq -c '(.*)' FILE > NEW.jsonl", str(caught.value))
+    done = subprocess.run(["jq", "-c", program, path], capture_output=True, text=True, check=True)
+    (tmp_path / "b.jsonl").write_text(done.stdout)
+    assert [turns(each) for each in read_source(Source(path=str(tmp_path / "b.jsonl")))] == [ANSWERED] * 2

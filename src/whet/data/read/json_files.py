@@ -30,6 +30,7 @@ from whet.data.read.container import (
 from whet.data.read.formats import FORMATS
 from whet.data.read.messages import RECORD_FIELDS
 from whet.data.read.question_formats import MORE_THAN_A_PROMPT
+from whet.data.read.question_shapes import find_names
 from whet.data.read.record_fields import EMPTY_VALUES
 
 _COUNT_CHUNK_BYTES = 2**20
@@ -228,15 +229,20 @@ class JsonObjectFile(Container):
 
 
 def _rows_of_columns(whole: dict[str, Any]) -> list[dict[str, Any]]:
-    """The records of an object of columns, {"question": {"0": …, "1": …}, "answer": {…}}, as pandas' to_json writes it;
-    none of any other object."""
+    """The records of an object of columns, {"question": {"0": …, "1": …}, "answer": {…}} or {"question": […],
+    "answer": […]}, as to_json of pandas and to_dict of datasets write it; none of any other object."""
     columns = list(whole.values())
-    if len(columns) < 2 or not all(isinstance(column, dict) and "0" in column for column in columns):
+    if len(columns) > 1 and all(isinstance(column, dict) and "0" in column for column in columns):
+        rows = list(columns[0])
+        if not all(row.isdigit() for row in rows) or any(list(column) != rows for column in columns):
+            return []
+        return [{name: column[row] for name, column in whole.items()} for row in rows]
+    if not all(isinstance(column, list) and column and not isinstance(column[0], dict) for column in columns):
         return []
-    rows = list(columns[0])
-    if not all(row.isdigit() for row in rows) or any(list(column) != rows for column in columns):
+    if len({len(column) for column in columns}) != 1:
         return []
-    return [{name: column[row] for name, column in whole.items()} for row in rows]
+    records = [dict(zip(whole, row, strict=True)) for row in zip(*columns, strict=True)]
+    return records if is_record(records[0]) or None not in find_names(records[0]) else []
 
 
 def _is_messenger_export(whole: dict[str, Any]) -> bool:

@@ -115,6 +115,8 @@ def name_unanswered(sample: Sequence[Any], turns: str) -> str | None:
 
 def name_shape(sample: Sequence[Any], recognised: bool) -> str | None:
     """The name of a known shape that no format reads, with a remedy; only what `text` would misread if `recognised`."""
+    if sample and all(isinstance(record, list) and record for record in sample):
+        return _name_lists(sample)
     records = [record for record in sample if isinstance(record, dict)]
     for record in records:
         beside = name_turns_with_text(record) if isinstance(record.get("text"), str) else None
@@ -122,6 +124,19 @@ def name_shape(sample: Sequence[Any], recognised: bool) -> str | None:
             None if recognised else _name_structure(record, records) or _name_columns(record, records)
         ):
             return name
+    return None
+
+
+def _name_lists(sample: Sequence[Any]) -> str | None:
+    """Records that are lists: of records, or of a question and its answer."""
+    if all(isinstance(each, dict) and is_record(each) for record in sample for each in record):
+        return "lists of records. Write each record on a line: jq -c 'flatten[]' FILE > NEW.jsonl"
+    if all(len(record) == 2 and all(isinstance(text, str) for text in record) for record in sample):
+        each = 'if .[0] | type == "array" then .[] else . end'
+        return (
+            "pairs of texts. Name the question and the answer: "
+            f"jq -c '{each} | {{prompt: .[0], completion: .[1]}}' FILE > NEW.jsonl"
+        )
     return None
 
 
@@ -228,10 +243,10 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
         turns = record.get(key)
         if isinstance(turns, list) and turns and isinstance(turns[0], (str, dict)):
             shape = "texts without speakers" if isinstance(turns[0], str) else f"objects with {', '.join(turns[0])}"
-            return (
-                f"{key!r} is a list of {shape[:80]}, not of messages. Write it as {MESSAGES_EXAMPLE}, or set fields: "
-                f"{{messages: {key}, role: NAME, content: NAME}}"
+            names = (
+                "" if isinstance(turns[0], str) else f", or set fields: {{messages: {key}, role: NAME, content: NAME}}"
             )
+            return f"{key!r} is a list of {shape[:80]}, not of messages. Write it as {MESSAGES_EXAMPLE}{names}"
     if "input_ids" in keys:
         return (
             "tokenized records ('input_ids'). whet tokenizes by itself: give the text, or a .bin file (format: tokens)"
