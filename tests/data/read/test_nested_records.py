@@ -157,3 +157,31 @@ def test_records_that_are_lists_get_a_command(tmp_path: Path, name: str, content
     done = subprocess.run(["jq", "-c", program, path], capture_output=True, text=True, check=True)
     (tmp_path / "b.jsonl").write_text(done.stdout)
     assert [turns(each) for each in read_source(Source(path=str(tmp_path / "b.jsonl")))] == [ANSWERED] * 2
+
+
+@pytest.mark.parametrize(("own", "parent"), [("id", "parentId"), ("uuid", "parent_message_uuid")])
+@pytest.mark.parametrize(("role", "text"), [("role", "content"), ("from", "value")])
+def test_branches_are_not_joined(tmp_path: Path, own: str, parent: str, role: str, text: str) -> None:
+    """Open WebUI, LibreChat and Claude export all versions of an answer: both were turns of one conversation."""
+    chat = [{own: n, parent: n - 1 or None, role: who, text: n * "x"} for n, who in enumerate(["user", "assistant"], 1)]
+    branch = {own: 3, parent: 1, role: "assistant", text: "A."}
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"conversations": turns}) + "\n" for turns in (chat, [*chat, branch])))
+    good, bad = read_source(Source(path=str(path)))
+    assert isinstance(good, Conversation)
+    assert isinstance(bad, BadRecord)
+    assert f"message 3 is no reply to message 2 ('{parent}' is 1): the messages are a tree" in bad.explanation
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [("timestamp", (2.5, 1)), ("createdAt", ("2024-01-02T10:00", "2024-01-01T10:00")), ("turn", (1, 0))],
+)
+def test_an_export_with_the_newest_first_is_not_read_backwards(tmp_path: Path, key: str, values: Any) -> None:
+    path = tmp_path / "a.jsonl"
+    turns = [{**turn, key: value} for turn, value in zip((ANSWER, USER), values, strict=True)]
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (turns, turns[::-1])))
+    bad, good = read_source(Source(path=str(path)))
+    assert isinstance(good, Conversation)
+    assert isinstance(bad, BadRecord)
+    assert f"message 2 comes before message 1 by '{key}'" in bad.explanation

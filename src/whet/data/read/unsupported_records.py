@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, ParsedRecord
+from whet.data.read.formats import TURN_LIST_FIELDS
 from whet.data.read.messages import MEDIA_KEYS, RECORD_FIELDS
 from whet.data.read.record_fields import EMPTY_VALUES, find_optional, shorten
 
@@ -25,8 +26,22 @@ _MEDIA_MARK = re.compile(
 _DATA_URI = re.compile(r"\s*data:(?:image|video|audio)/[\w.+-]+;base64,", re.IGNORECASE)
 
 
+_PARENT = re.compile(r"parent(?:_?message)?_?(?:uu)?id", re.IGNORECASE)
+_OWN_ID = re.compile(r"(?:message_?)?(?:uu)?id", re.IGNORECASE)
+_PLACE = re.compile(
+    r"timestamp(?:_ms)?|time|ts|date|create(?:d|_time|d_?at)|turn(?:_id(?:entifier)?|_index|_number)?|index|order|position"
+    r"|seq(?:uence)?",
+    re.IGNORECASE,
+)
+_ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+
+
 def reject_unsupported(record: Any, parsed: ParsedRecord, names: Mapping[str, str]) -> None:
     """Raise a BadRecordError if the record has what whet cannot train on, such as images."""
+    name = next((names[field] for field in TURN_LIST_FIELDS if field in names), None)
+    turns = record.get(name) if isinstance(record, dict) else record
+    if isinstance(turns, list):
+        _reject_order(turns)
     if isinstance(record, dict) and ("label" in names or not _CHECKED_KEYS.isdisjoint(record)):
         _reject_keys(record, parsed, names)
     if isinstance(parsed, Conversation):
@@ -41,6 +56,37 @@ def reject_unsupported(record: Any, parsed: ParsedRecord, names: Mapping[str, st
                     f"message {number} has the mark {mark.group().strip()}, but whet trains on text only; remove the "
                     "record, or reword it",
                 )
+
+
+def _reject_order(turns: Sequence[Any]) -> None:
+    """Reject turns that do not follow each other: branches of a tree, or an export with the newest first."""
+    before: Mapping[str, Any] = {}
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict) or len(turn) < 3:
+            before = {}
+            continue
+        for key in turn.keys() & before.keys():
+            if _PARENT.fullmatch(key):
+                own = [value for name, value in before.items() if _OWN_ID.fullmatch(name)]
+                if own and turn[key] not in (None, *own):
+                    raise BadRecordError(
+                        "branches",
+                        f"message {number} is no reply to message {number - 1} ({key!r} is {shorten(turn[key])}): the "
+                        "messages are a tree. Write each path from its root to a leaf as a conversation",
+                    )
+            elif _PLACE.fullmatch(key) and _comes_before(turn[key], before[key]):
+                raise BadRecordError(
+                    "out of order",
+                    f"message {number} comes before message {number - 1} by {key!r}: {shorten(turn[key])} is before "
+                    f"{shorten(before[key])}. Sort the messages, or remove {key!r} if it is not their order",
+                )
+        before = turn
+
+
+def _comes_before(one: Any, other: Any) -> bool:
+    are_numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (one, other))
+    are_dates = all(isinstance(each, str) and _ISO_DATE.match(each) for each in (one, other))
+    return bool((are_numbers or are_dates) and one < other)
 
 
 def _reject_keys(record: Mapping[str, Any], parsed: ParsedRecord, names: Mapping[str, str]) -> None:
