@@ -109,6 +109,8 @@ def test_an_object_as_the_answer_is_named(tmp_path: Path) -> None:
     [bad] = read_source(Source(path=str(tmp_path / "a.jsonl")))
     assert isinstance(bad, BadRecord)
     assert "'answer' must be text or messages, not an object with 'value', 'aliases'" in bad.explanation
+    record = {"question": {"en": "Q?", "de": "F?"}, "answer": "A."}
+    assert "'question' is an object with 'en', 'de'" in refusal(tmp_path / "a.jsonl", record)
 
 
 @pytest.mark.system("jq")

@@ -229,6 +229,16 @@ def test_weights_of_whole_records_are_refused_in_every_format(read: Any) -> None
             assert read({**record, **more})[0].reason == "bad weight"
 
 
+@pytest.mark.parametrize("key", ["loss_mask", "masked"])
+def test_the_mask_of_another_tool_is_refused(read: Any, key: str) -> None:
+    masked, good = read({"messages": [USER, ANSWER, USER, ANSWER], key: [0, 0, 0, 1]}, {"messages": [USER, ANSWER]})
+    assert f"the record has {key!r}, a mask of its own" in masked.explanation
+    assert isinstance(good, Conversation)
+    detail = [{"begin_offset": 0, "end_offset": 1, "train": False}]
+    [bad] = read({"conversations": [HUMAN, {**GPT, "train_detail": detail}]})
+    assert "message 2 has train_detail: " in bad.explanation
+
+
 # Preference data
 
 PREFERENCES = {

@@ -369,13 +369,15 @@ def _parse_reasoning(turn: Mapping[str, Any], role: str, place: str) -> str:
     return texts[0]
 
 
-_OTHER_WEIGHTS = ("loss", "loss_mask", "loss_weight", "mask", "masked", "trainable", "training")
+OTHER_WEIGHTS = (
+    "loss", "loss_mask", "loss_weight", "mask", "masked", "trainable", "training", "train_detail", "training_detail",
+)  # fmt: skip
 """How other tools mark messages that are not to be learned."""
 
 
 def parse_train_flag(turn: Mapping[str, Any], role: str, place: str) -> bool | None:
     """False for `weight: 0` or `train: false`, otherwise None."""
-    for key in _OTHER_WEIGHTS:
+    for key in OTHER_WEIGHTS:
         if turn.get(key) is not None:
             raise BadRecordError(
                 "bad weight",

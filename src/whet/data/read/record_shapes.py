@@ -321,6 +321,9 @@ def _name_columns(record: Record, records: Sequence[Record]) -> str | None:
             return f"{chat!r} holds whole chats. Set format: transcript and fields: {{text: {chat}}}"
         return f"{chat!r} holds whole chats as text. Write them as messages: {MESSAGES_EXAMPLE}"
     prompt, completion = find_names(record)
+    if prompt and completion and isinstance(record[prompt], dict):
+        keys = ", ".join(map(repr, record[prompt]))[:80]
+        return f"{prompt!r} is an object with {keys}, neither text nor messages. Write its text in its place"
     if prompt and not completion:
         return f"a question ({prompt!r}) without a known answer. Set fields: {{prompt: {prompt}, completion: NAME}}"
     return None

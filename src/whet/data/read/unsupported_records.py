@@ -9,11 +9,11 @@ from typing import Any
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, ParsedRecord
 from whet.data.read.formats import TURN_LIST_FIELDS
-from whet.data.read.messages import MEDIA_KEYS, RECORD_FIELDS
+from whet.data.read.messages import MEDIA_KEYS, OTHER_WEIGHTS, RECORD_FIELDS
 from whet.data.read.record_fields import EMPTY_VALUES, find_optional, shorten
 
 _UNSUPPORTED_KEYS = MEDIA_KEYS | {"chat_template_kwargs"}
-_CHECKED_KEYS = _UNSUPPORTED_KEYS | {"weight", "train", *RECORD_FIELDS["label"]}
+_CHECKED_KEYS = _UNSUPPORTED_KEYS | {"weight", "train", *OTHER_WEIGHTS, *RECORD_FIELDS["label"]}
 _NEGATIVE_LABELS = (False, -1, "false", "0", "-1", "undesirable", "bad", "rejected", "dispreferred")  # False equals 0
 _MEDIA_TAG = re.compile(
     r"<\|?(?:image|img|video|audio)(?:_?\d+|_pad)?\|?>|<\|(?:vision|audio)_(?:start|bos)\|>|<start_of_image>",
@@ -101,6 +101,13 @@ def _reject_keys(record: Mapping[str, Any], parsed: ParsedRecord, names: Mapping
             "bad weight",
             "weight and train do not apply to a whole record. Set them for its messages, or weight for the source",
         )
+    for key in OTHER_WEIGHTS:
+        if isinstance(record.get(key), list) and record[key]:
+            raise BadRecordError(
+                "bad weight",
+                f"the record has {key!r}, a mask of its own, which whet does not read. To exclude a message from the "
+                f"loss, write weight: 0 in it; remove {key!r}",
+            )
     name, label = find_optional(record, "label", RECORD_FIELDS["label"], names)
     if any(name == used for field, used in names.items() if field != "label"):
         return
