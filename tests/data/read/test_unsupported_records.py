@@ -239,6 +239,26 @@ def test_the_mask_of_another_tool_is_refused(read: Any, key: str) -> None:
     assert "message 2 has train_detail: " in bad.explanation
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{"toolCalls": [{"name": "f"}]}, {"toolInvocations": [{"toolName": "f"}]}, {"tool_results": ["1"]},
+     {"additional_kwargs": {"tool_calls": [{"name": "f"}]}}],
+)  # fmt: skip
+def test_calls_under_another_name_are_not_dropped(read: Any, more: Any) -> None:
+    """The model would have learned to answer without the tool."""
+    called, plain = read(*({"messages": [USER, {**ANSWER, **each}]} for each in (more, dict.fromkeys(more))))
+    assert f"message 2 has {next(iter(more))!r}, which whet does not read" in called.explanation
+    assert turns(plain) == [("user", "Q?"), ("assistant", "A.")]
+
+
+@pytest.mark.parametrize("value", [[TOOL], json.dumps([TOOL["function"]])])
+def test_tools_under_another_name_are_named(jsonl: Jsonl, read: Any, value: Any) -> None:
+    record = {"messages": [USER, ANSWER], "available": value}
+    told = str(SourceReader(Source(path=str(jsonl(json.dumps(record))))).description)
+    assert "available holds tools; to use them, set fields: {tools: available}" in told
+    assert len(read(record, **remedy(told))[0].tools) == 1
+
+
 # Preference data
 
 PREFERENCES = {

@@ -33,6 +33,8 @@ _PLACE = re.compile(
     r"|seq(?:uence)?",
     re.IGNORECASE,
 )
+_CALLS = ("tool_calls", "function_call")
+_OTHER_CALLS = re.compile(r"(?:tool|function)_?(?:calls?|uses?|invocations?|results?|outputs?)", re.IGNORECASE)
 _ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
 
@@ -42,6 +44,7 @@ def reject_unsupported(record: Any, parsed: ParsedRecord, names: Mapping[str, st
     turns = record.get(name) if isinstance(record, dict) else record
     if isinstance(turns, list):
         _reject_order(turns)
+        _reject_other_calls(turns)
     if isinstance(record, dict) and ("label" in names or not _CHECKED_KEYS.isdisjoint(record)):
         _reject_keys(record, parsed, names)
     if isinstance(parsed, Conversation):
@@ -81,6 +84,19 @@ def _reject_order(turns: Sequence[Any]) -> None:
                     f"{shorten(before[key])}. Sort the messages, or remove {key!r} if it is not their order",
                 )
         before = turn
+
+
+def _reject_other_calls(turns: Sequence[Any]) -> None:
+    """Reject calls of tools, and their results, under a name that no format reads: the answer would lack them."""
+    for number, turn in enumerate(turns, 1):
+        for key, value in turn.items() if isinstance(turn, dict) and len(turn) > 2 else ():
+            inside = isinstance(value, dict) and any(value.get(name) not in EMPTY_VALUES for name in _CALLS)
+            if value not in EMPTY_VALUES and key not in _CALLS and (inside or _OTHER_CALLS.fullmatch(key)):
+                raise BadRecordError(
+                    "unsupported key",
+                    f"message {number} has {key!r}, which whet does not read. Write calls as 'tool_calls' of the "
+                    "message, and each result as a message of the role tool",
+                )
 
 
 def _comes_before(one: Any, other: Any) -> bool:
