@@ -132,3 +132,27 @@ def test_the_text_of_a_turn_under_the_name_of_another_format(tmp_path: Path, nam
     assert read(tmp_path / "a.jsonl", {"conversations": turns}) == (ANSWERED, True)
     with pytest.raises(WhetError, match=f"from: {names[0]}, value: {names[1]}}}, or let `whet init` write it"):
         SourceReader(Source(path=str(tmp_path / "a.jsonl")))
+
+
+@pytest.mark.parametrize("names", ["question a b answer", "Question A B Answer", "Frage A B Antwort"])
+def test_columns_of_choices_are_not_lost(tmp_path: Path, names: str) -> None:
+    """The question was read without its choices, and its answer was a letter."""
+    (tmp_path / "a.csv").write_text(names.replace(" ", ",") + "\nQ?,x,y,b\n")
+    with pytest.raises(WhetError, match=r"multiple choice with a column per choice \([aA], [bB]\). Name the columns"):
+        propose_source(str(tmp_path / "a.csv"))
+
+
+@pytest.mark.parametrize("turns", [(("from", "value"), "gpt", "human"), (("role", "content"), "assistant", "user")])
+def test_swapped_roles_are_noticed(tmp_path: Path, turns: Any) -> None:
+    """All conversations began with an answer and ended with a question, and what users write would be learned."""
+    names, first, last = turns
+    chat = [dict(zip(names, turn, strict=True)) for turn in ((first, "Q?"), (last, "A."))]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"conversations": chat}) + "\n")
+    with pytest.raises(WhetError, match=f"begin with '{first}' and end with '{last}', as if the roles were swapped"):
+        propose_source(str(path))
+    form = {"gpt": "sharegpt", "assistant": "messages"}[first]
+    [parsed] = read_source(Source.model_validate({"path": str(path), "format": form}))
+    assert isinstance(parsed, Conversation)
+    both = {"conversations": chat}, {"conversations": [*chat, chat[0]]}
+    assert read(path, *both)[0] == [("assistant", "Q?"), ("user", "A.")]

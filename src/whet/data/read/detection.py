@@ -16,6 +16,7 @@ from whet.data.read.container import Container, RawRecord, marked_encoding, open
 from whet.data.read.field_advice import MAX_SHOWN_KEYS, describe_format
 from whet.data.read.formats import FORMATS, TURN_LIST_FIELDS, begins_chat, find_chat_marker
 from whet.data.read.messages import RECORD_FIELDS
+from whet.data.read.nested_records import name_swapped_roles
 from whet.data.read.question_formats import (
     ANSWER_WORDS,
     CONTEXT_WORDS,
@@ -168,7 +169,7 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
         unknown = "" if found else "the format is not recognised: "
         raise WhetError(f"data.sources: {source.path}: {unknown}{shape}")
     chosen = _require_one_match(found, sample, source)
-    shape = _name_unanswered(chosen, sample) or _name_people(chosen, sample)
+    shape = _name_unanswered(chosen, sample) or _name_people(chosen, sample) or _name_swapped_roles(chosen, sample)
     if shape := shape or (name_addition(sample, dict(chosen[1])) if chosen[0] == "prompt-completion" else None):
         raise WhetError(f"data.sources: {source.path}: {shape}")
     if chosen[0] == "text" and (shape := name_json_text(sample[0], dict(chosen[1])["text"])):
@@ -198,6 +199,11 @@ def _name_misfit(detected: DetectedFormat, sample: Sequence[Any]) -> str | None:
 def _name_unanswered(chosen: FormatMatch, sample: Sequence[Any]) -> str | None:
     turns = next((name for field, name in chosen[1] if field in TURN_LIST_FIELDS), None)
     return None if turns is None else name_unanswered(sample, turns)
+
+
+def _name_swapped_roles(chosen: FormatMatch, sample: Sequence[Any]) -> str | None:
+    turns = next((name for field, name in chosen[1] if field in TURN_LIST_FIELDS), None)
+    return None if turns is None else name_swapped_roles(sample, turns)
 
 
 def _name_people(chosen: FormatMatch, sample: Sequence[Any]) -> str | None:

@@ -13,7 +13,7 @@ from whet.data.read.messages import MESSAGES_EXAMPLE, is_turn_list
 
 TURN_LISTS = (*FORMATS["messages"].required["messages"], "data", "utterances")
 _NOT_ANSWERING = ("system", "developer", "user", "human")
-_ANSWERING = ("assistant", "model")
+_ANSWERING = ("assistant", "model", "gpt", "chatgpt", "bot", "ai")
 _EACH = "jq -c '(arrays[], objects)"
 
 
@@ -32,6 +32,20 @@ def last_speaker(turns: Sequence[Any]) -> Any:
     """The role of the last turn."""
     last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
     return last.get("role", last.get("from"))
+
+
+def name_swapped_roles(sample: Sequence[Any], turns: str) -> str | None:
+    """Conversations that all begin with an answer and end with a question."""
+    lists = [record.get(turns) if isinstance(record, dict) else record for record in sample]
+    spoken = [[last_speaker([turn]) for turn in each] for each in lists if isinstance(each, list)]
+    talks = [[role for role in roles if role not in ("system", "developer")] for roles in spoken]
+    if talks and all(len(roles) > 1 and roles[0] in _ANSWERING and roles[-1] in ("user", "human") for roles in talks):
+        first, last = talks[0][0], talks[0][-1]
+        return (
+            f"all conversations begin with {first!r} and end with {last!r}, as if the roles were swapped. Swap them; "
+            "if they are right, set format"
+        )
+    return None
 
 
 def append_answer(record: Mapping[str, Any], turns: str, holder: str | None = None) -> str | None:

@@ -129,6 +129,7 @@ MORE_THAN_A_PROMPT = (
 )  # fmt: skip
 CHOICE_COLUMN = re.compile(r"(?:option|choice|distractor|op)[_ ]?(?:[a-e]|[0-5])", re.IGNORECASE)
 """Fields that add to the question, so that the record is more than a prompt and a completion."""
+_LETTERS = frozenset("ABCDEFabcdef")
 
 
 def recognise_prompt_completion(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -146,12 +147,20 @@ def _is_other_object(value: Any) -> bool:
 
 def find_addition(record: Mapping[str, Any], used: Collection[str]) -> str | None:
     """A field that adds to the prompt and is not used."""
+    if (choices := lettered_choices(record)) and choices[0] not in used:
+        return choices[0]
     for name, value in record.items():
         if value in EMPTY_VALUES or name in used or not isinstance(name, str):
             continue
         if name.strip().lower() in MORE_THAN_A_PROMPT or CHOICE_COLUMN.fullmatch(name):
             return name
     return None
+
+
+def lettered_choices(record: Mapping[str, Any]) -> list[str]:
+    """The columns of choices that are named by letters: A, B, … or a, b, …"""
+    letters = [name for name, value in record.items() if name in _LETTERS and value not in EMPTY_VALUES]
+    return letters if {"A", "B"} <= {letter.upper() for letter in letters} else []
 
 
 def parse_detected_prompt_completion(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:

@@ -22,7 +22,7 @@ from whet.data.read.nested_records import (
     name_turns_with_text,
     unwrap,
 )
-from whet.data.read.question_formats import ANSWER_WORDS, CHOICE_COLUMN
+from whet.data.read.question_formats import ANSWER_WORDS, CHOICE_COLUMN, lettered_choices
 from whet.data.read.question_shapes import find_context, find_names, name_addition
 from whet.data.read.record_fields import closest_key, decode_list
 from whet.data.read.sharegpt import SHAREGPT_CALLS, SHAREGPT_ROLES
@@ -251,10 +251,11 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
         return (
             "tokenized records ('input_ids'). whet tokenizes by itself: give the text, or a .bin file (format: tokens)"
         )
-    if choices := [str(key) for key in keys if CHOICE_COLUMN.fullmatch(str(key))]:
+    choices = lettered_choices(record) if None not in find_names(record) else []
+    if choices := choices or [str(key) for key in keys if CHOICE_COLUMN.fullmatch(str(key))]:
         return (
-            f"multiple choice with a column per choice ({', '.join(choices[:6])}). Write a list of them: "
-            '{"question": "…", "choices": ["…", "…"], "answer": 1}'
+            f"multiple choice with a column per choice ({', '.join(choices[:6])}). Name the columns question, A, B, C, "
+            '… and answer, or write a list: {"question": "…", "choices": ["…", "…"], "answer": 1}'
         )
     if split := name_split_record(record):
         return split
