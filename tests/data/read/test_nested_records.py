@@ -187,3 +187,9 @@ def test_an_export_with_the_newest_first_is_not_read_backwards(tmp_path: Path, k
     assert isinstance(good, Conversation)
     assert isinstance(bad, BadRecord)
     assert f"message 2 comes before message 1 by '{key}'" in bad.explanation
+
+
+def test_records_may_be_under_the_name_of_what_they_could_share(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": 4, "history": [{"id": 1, "messages": [USER, ANSWER]}]}))
+    assert [turns(each) for each in read_source(Source(path=str(path)))] == [ANSWERED]

@@ -199,7 +199,7 @@ class JsonObjectFile(Container):
                 lists,
             )
         [(key, records)] = lists.items()
-        if shared := [name for name in whole if name in _SHARED and whole[name] not in EMPTY_VALUES]:
+        if shared := [name for name in whole if name in _SHARED - {key} and whole[name] not in EMPTY_VALUES]:
             raise WhetError(
                 f"data.sources: {self.name}: {shared[0]!r} is beside the records under {key!r}, which need it. Write "
                 f"it into each: jq -c 'del(.{key}) + .{key}[]' FILE > NEW.jsonl"

@@ -42,8 +42,8 @@ def name_swapped_roles(sample: Sequence[Any], turns: str) -> str | None:
     if talks and all(len(roles) > 1 and roles[0] in _ANSWERING and roles[-1] in ("user", "human") for roles in talks):
         first, last = talks[0][0], talks[0][-1]
         return (
-            f"all conversations begin with {first!r} and end with {last!r}, as if the roles were swapped. Swap them; "
-            "if they are right, set format"
+            f"all conversations begin with {first!r} and end with {last!r}, as if the roles were swapped "
+            "or the newest came first. Swap or sort them; if they are right, set format"
         )
     return None
 
