@@ -134,7 +134,7 @@ def test_an_origin_reads_as_file_and_line() -> None:
         ({"messages": [{"role": "user", "content": ["a"]}]}, "bad content", "type 'text'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "bad content", "type 'text'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "bad content", "type 'text'"),
-        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "bad content", "type 'text'"),
+        ({"messages": [{"role": "user", "content": [{"txt": "a"}]}]}, "bad content", "type 'text', not txt"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "bad text", "'content' contains a lone surrogate"),
         ({"messages": [{"role": "user", "content": "a\udfff"}]}, "bad text", "surrogate"),
         ({"messages": [{"role": "user", "content": "a\0"}]}, "bad text", "the character NUL"),
@@ -360,3 +360,15 @@ def test_a_record_has_no_weight() -> None:
     for more in ({"weight": 2}, {"weight": 0}, {"train": False}):
         with pytest.raises(BadRecordError, match="do not apply to a whole record"):
             talk(ANSWER, **more)
+
+
+def test_text_parts_of_bedrock_have_no_type() -> None:
+    """As in Converse: {"text": "…"} is a text, and a call is named."""
+    turns = [{"role": "user", "content": [{"text": "Q"}, {"text": "?", "image": None}]},
+             {"role": "assistant", "content": [{"text": "A."}]}]  # fmt: skip
+    names = {"messages": "messages", "role": "role", "content": "content"}
+    parsed = parse_messages({"system": [{"text": "S."}], "messages": turns}, names, Origin("a.jsonl", 1))
+    assert [message.content for message in parsed.messages] == ["S.", "Q?", "A."]
+    turns[1]["content"] = [{"text": "A."}, {"toolUse": {"name": "f", "input": {}}}]
+    with pytest.raises(BadRecordError, match=r"not toolUse; write thinking as reasoning, tool_use as"):
+        parse_messages({"messages": turns}, names, Origin("a.jsonl", 1))

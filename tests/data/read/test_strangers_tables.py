@@ -79,6 +79,7 @@ SHAPES = {
     "old Mac.csv": "Frage;Antwort\rA 1?;B, 1.\rA 2?;B, 2.\r",
     "DOS.csv": "Frage;Antwort\r\nA 1?;B, 1.\r\nA 2?;B, 2.\r\n\x1a",
     "title.csv": "Unsere FAQ;\nStand: 2024;\n\nFrage;Antwort\nA 1?;B, 1.\nA 2?;B, 2.\n",
+    "groups.csv": "Input;Output\nFrage;Antwort\nA 1?;B, 1.\nA 2?;B, 2.\n",
     "missing last cells.csv": "Frage;Antwort;Notiz\nA 1?;B, 1.\nA 2?;B, 2.\n",
     "Unicode text.txt": "Frage\tAntwort\nA 1?\tB, 1.\nA 2?\tB, 2.\n",
     "semicolons.tab": "Frage;Antwort\nA 1?;B, 1.\nA 2?;B, 2.\n",
@@ -136,6 +137,9 @@ WORKBOOKS: dict[str, Callable[[Any], None]] = {
     "merged header": _merged_header,
     "groups above": _fill(
         ("A1", "Kunde"), ("B1", "Wir"), ("A2", "Frage"), ("B2", "Antwort"), ("A3", "A?"), ("B3", "B.")
+    ),
+    "named groups above": _fill(
+        ("A1", "Input"), ("B1", "Output"), ("A2", "Frage"), ("B2", "Antwort"), ("A3", "A?"), ("B3", "B.")
     ),
     "not at A1": _fill(("C3", "Frage"), ("D3", "Antwort"), ("C4", "A?"), ("D4", "B.")),
 }

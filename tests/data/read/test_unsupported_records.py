@@ -229,6 +229,36 @@ def test_weights_of_whole_records_are_refused_in_every_format(read: Any) -> None
             assert read({**record, **more})[0].reason == "bad weight"
 
 
+@pytest.mark.parametrize("key", ["loss_mask", "masked"])
+def test_the_mask_of_another_tool_is_refused(read: Any, key: str) -> None:
+    masked, good = read({"messages": [USER, ANSWER, USER, ANSWER], key: [0, 0, 0, 1]}, {"messages": [USER, ANSWER]})
+    assert f"the record has {key!r}, a mask of its own" in masked.explanation
+    assert isinstance(good, Conversation)
+    detail = [{"begin_offset": 0, "end_offset": 1, "train": False}]
+    [bad] = read({"conversations": [HUMAN, {**GPT, "train_detail": detail}]})
+    assert "message 2 has train_detail: " in bad.explanation
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"toolCalls": [{"name": "f"}]}, {"toolInvocations": [{"toolName": "f"}]}, {"tool_results": ["1"]},
+     {"additional_kwargs": {"tool_calls": [{"name": "f"}]}}],
+)  # fmt: skip
+def test_calls_under_another_name_are_not_dropped(read: Any, more: Any) -> None:
+    """The model would have learned to answer without the tool."""
+    called, plain = read(*({"messages": [USER, {**ANSWER, **each}]} for each in (more, dict.fromkeys(more))))
+    assert f"message 2 has {next(iter(more))!r}, which whet does not read" in called.explanation
+    assert turns(plain) == [("user", "Q?"), ("assistant", "A.")]
+
+
+@pytest.mark.parametrize("value", [[TOOL], json.dumps([TOOL["function"]])])
+def test_tools_under_another_name_are_named(jsonl: Jsonl, read: Any, value: Any) -> None:
+    record = {"messages": [USER, ANSWER], "available": value}
+    told = str(SourceReader(Source(path=str(jsonl(json.dumps(record))))).description)
+    assert "available holds tools; to use them, set fields: {tools: available}" in told
+    assert len(read(record, **remedy(told))[0].tools) == 1
+
+
 # Preference data
 
 PREFERENCES = {
@@ -321,7 +351,10 @@ def test_a_transcript_must_alternate(read: Any) -> None:
     ["Below is an instruction.\n\n### Instruction:\nQ?\n\n### Response:\nA.", "A chat. USER: Q? ASSISTANT: A.</s>",
      "<human>: Q?\n<bot>: A.", "User: Q?\nAssistant: A.", "<start_of_turn>user\nQ?", "<|prompter|>Q?<|assistant|>A.",
      "Intro\n### Human: Q?### Assistant: A.", "12/03/2024, 09:15 - Anna: Q?\n12/03/2024, 09:16 - Shop: A.",
-     "\u200e[12.03.24, 9:15:07\u202fPM] Anna: Q?"],
+     "\u200e[12.03.24, 9:15:07\u202fPM] Anna: Q?", "**User:** Q?\n\n**Assistant:** A.", "**User**: Q?\n**AI**: A.",
+     "## User\nQ?\n\n## Assistant\nA.", "Q: Q?\nA: A.", "You said:\nQ?\nChatGPT said:\nA.", "Frage: Q?\nAntwort: A.",
+     "### Question: Q?\n### Answer: A.", "Instruct: Q?\nOutput: A.", "<｜User｜>Q?<｜Assistant｜>A.",
+     "用户：问\n助手：答", "问：Q\n答：A", "[|Human|] Q?\n[|AI|] A.", "<|USER_TOKEN|>Q?", "> Human: Q?\n> Claude: A."],
 )  # fmt: skip
 def test_other_texts_with_turns_are_refused(read: Any, text: str) -> None:
     assert "the texts are chats with" in refusal(read, {"text": text})
@@ -329,7 +362,18 @@ def test_other_texts_with_turns_are_refused(read: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["### Instructions\n\nMix it.", "The user: nobody.", "An assistant: me.", "Human: it is."]
+    "text",
+    [
+        "### Instructions\n\nMix it.",
+        "The user: nobody.",
+        "An assistant: me.",
+        "Human: it is.",
+        "A: one.\nB: two.",
+        "Is it?\nAnswer: yes.",
+        "# User guide\n\n# AI in use\n",
+        "Me: Hi.\nAnn: Hello.",
+        "Options:\na: x\nb: y",
+    ],
 )
 def test_texts_with_one_label_are_documents(read: Any, text: str) -> None:
     assert isinstance(read({"text": text})[0], PlainText)
@@ -654,6 +698,8 @@ def test_the_text_that_choices_are_about_is_in_the_question(read: Any, key: str)
     """As in RACE: without it the answer is a guess."""
     [parsed] = read({key: "C.", "question": "Q?", "options": ["x", "y"], "answer": "B"})
     assert parsed.messages[0].content.startswith("C.\n\nQ?\n\n- A) x\n- B) y\n")
+    [parsed] = read({"question": "Q?", "options": {"A": "x", "B": "y"}, "answer": "B", "answer_idx": "B"})
+    assert parsed.messages[1].content == "B"
     [parsed] = read({"question_stem": "Q?", "choices": {"label": ["A", "B"], "text": ["x", "y"]}, "answerKey": "B"})
     assert parsed.messages[0].content.startswith("Q?\n\n- A) x")
 

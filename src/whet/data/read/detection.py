@@ -16,13 +16,22 @@ from whet.data.read.container import Container, RawRecord, marked_encoding, open
 from whet.data.read.field_advice import MAX_SHOWN_KEYS, describe_format
 from whet.data.read.formats import FORMATS, TURN_LIST_FIELDS, begins_chat, find_chat_marker
 from whet.data.read.messages import RECORD_FIELDS
-from whet.data.read.question_formats import ANSWER_WORDS, QUESTION_WORDS, list_choices
+from whet.data.read.nested_records import name_swapped_roles
+from whet.data.read.question_formats import (
+    ANSWER_WORDS,
+    CONTEXT_WORDS,
+    INPUT_WORDS,
+    INSTRUCTION_WORDS,
+    QUESTION_WORDS,
+    SYSTEM_WORDS,
+    list_choices,
+)
+from whet.data.read.question_shapes import find_context, find_names, name_addition
 from whet.data.read.record_fields import closest_key, find_optional, present_names, record_keys
 from whet.data.read.record_shapes import (
     ID_NAME,
     LABELS,
     SPEAKER_NAME,
-    find_context,
     find_turns,
     is_known_shape,
     name_competing_answers,
@@ -48,8 +57,12 @@ _FORMAT_EXAMPLE = (
     + ", ".join(FORMATS)
 )
 _FIELD_WORDS = {
-    ("prompt-completion", "prompt"): QUESTION_WORDS.split(),
-    ("prompt-completion", "completion"): ANSWER_WORDS.split(),
+    "prompt": QUESTION_WORDS.split(),
+    "completion": ANSWER_WORDS.split(),
+    "instruction": INSTRUCTION_WORDS.split(),
+    "input": [*INPUT_WORDS.split(), *CONTEXT_WORDS.split()],
+    "output": ANSWER_WORDS.split(),
+    "system": SYSTEM_WORDS.split(),
 }
 _CLEAR_OPTIONAL = ("system", "input")
 """Fields that belong to the question, where a record has them."""
@@ -156,7 +169,8 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
         unknown = "" if found else "the format is not recognised: "
         raise WhetError(f"data.sources: {source.path}: {unknown}{shape}")
     chosen = _require_one_match(found, sample, source)
-    if shape := _name_unanswered(chosen, sample) or _name_people(chosen, sample):
+    shape = _name_unanswered(chosen, sample) or _name_people(chosen, sample) or _name_swapped_roles(chosen, sample)
+    if shape := shape or (name_addition(sample, dict(chosen[1])) if chosen[0] == "prompt-completion" else None):
         raise WhetError(f"data.sources: {source.path}: {shape}")
     if chosen[0] == "text" and (shape := name_json_text(sample[0], dict(chosen[1])["text"])):
         raise WhetError(f"data.sources: {source.path}: {shape}")
@@ -185,6 +199,11 @@ def _name_misfit(detected: DetectedFormat, sample: Sequence[Any]) -> str | None:
 def _name_unanswered(chosen: FormatMatch, sample: Sequence[Any]) -> str | None:
     turns = next((name for field, name in chosen[1] if field in TURN_LIST_FIELDS), None)
     return None if turns is None else name_unanswered(sample, turns)
+
+
+def _name_swapped_roles(chosen: FormatMatch, sample: Sequence[Any]) -> str | None:
+    turns = next((name for field, name in chosen[1] if field in TURN_LIST_FIELDS), None)
+    return None if turns is None else name_swapped_roles(sample, turns)
 
 
 def _name_people(chosen: FormatMatch, sample: Sequence[Any]) -> str | None:
@@ -269,7 +288,8 @@ def guess_fields(containers: Sequence[Container]) -> SuggestedFields | None:
         return None
     near = suggest_fields(sample, {})
     if (near is None or near.format == "prompt-completion") and (context := find_context(sample)) is not None:
-        return SuggestedFields("alpaca", context)
+        system = {"system": near.fields["system"]} if near and "system" in near.fields else {}
+        return SuggestedFields("alpaca", context | system)
     return near or suggest_two_columns(sample)
 
 
@@ -282,7 +302,7 @@ def _suggest_for_record(record: Any, fields: Mapping[str, str]) -> SuggestedFiel
     for name in _SUGGESTED_FIRST if isinstance(record, dict) else ():
         form, near = FORMATS[name], dict[str, str]()
         for field, known in form.fields.items():
-            words = _FIELD_WORDS.get((name, field), ())
+            words = _FIELD_WORDS.get(field, ())
             others = [key for key in record if key not in near.values()]
             key = (
                 None if field in fields or any(each in record for each in known) else closest_key(known, others, words)
@@ -290,7 +310,8 @@ def _suggest_for_record(record: Any, fields: Mapping[str, str]) -> SuggestedFiel
             if key is not None:
                 near[field] = key
         for field in list(near):  # what the format does not require must be named by its very word, in any case
-            is_clear = field in _CLEAR_OPTIONAL and closest_key(form.fields[field], [near[field]], cutoff=1.0)
+            words = _FIELD_WORDS.get(field, ())
+            is_clear = field in _CLEAR_OPTIONAL and closest_key(form.fields[field], [near[field]], words, cutoff=1.0)
             if not is_clear and form.recognise(record, {**fields, **near} | {field: fields.get(field, "\0")}):
                 del near[field]
         if near and form.recognise(record, {**fields, **near}):
@@ -299,8 +320,8 @@ def _suggest_for_record(record: Any, fields: Mapping[str, str]) -> SuggestedFiel
 
 
 def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
-    """For records with exactly two texts: the first may be the question, the second its answer, unless the first is a
-    label."""
+    """For records with exactly two texts: the first may be the question, the second its answer, unless the name of one
+    says otherwise or the first is a label."""
     keys = record_keys(sample)
     texts = [
         key
@@ -311,7 +332,10 @@ def suggest_two_columns(sample: Sequence[Any]) -> SuggestedFields | None:
         return None
     if any(SPEAKER_NAME.fullmatch(key) for key in texts):
         return None  # who says what
-    texts.sort(key=lambda key: key.lower() in LABELS)
+    question, answer = find_names(dict.fromkeys(texts))
+    if question == texts[1] and answer is None:
+        return None  # the first is no answer by its name
+    texts.sort(key=lambda key: (key == answer, key.lower() in LABELS))
     if texts[0] in RECORD_FIELDS["system"] or any(begins_chat(r.get(texts[1])) for r in sample if isinstance(r, dict)):
         return None
     if any(isinstance(r, dict) and (r.get("label") is not None or _has_lists(r)) for r in sample):

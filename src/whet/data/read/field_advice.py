@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from whet.core.errors import BadRecordError
 from whet.data.read.container import SPLIT_WORDS
 from whet.data.read.formats import FORMATS, TURN_LIST_FIELDS, begins_chat
 from whet.data.read.messages import MEDIA_KEYS, RECORD_FIELDS
 from whet.data.read.record_fields import record_keys
 from whet.data.read.record_shapes import Record
+from whet.data.read.tools import parse_tools
 
 MAX_SHOWN_KEYS = 12
 _TURN_KEYS = frozenset(
@@ -89,6 +91,8 @@ def _advise(form: str, names: Mapping[str, str], records: Sequence[Any], used: M
     if form == "prompt-completion" and any(begins_chat(record.get(names["prompt"])) for record in records):
         advice += f". {names['prompt']} holds chats as text, each of which becomes one message of the user"
     for key in [key for key in record_keys(records) if key not in used and key.isidentifier()]:
+        if "tools" in FORMATS[form].optional and any(_holds_tools(record.get(key)) for record in records):
+            advice += f". {key} holds tools; to use them, set fields: {{tools: {key}}}"
         values = [record.get(key) for record in records]
         if bad := [value for value in values if str(value).strip().lower() in _BAD_MARKS or _is_denied(key, value)]:
             advice += f". {key} is {bad[0]!r} in some; to leave these out: where: {key} != {bad[0]!r}"
@@ -97,6 +101,14 @@ def _advise(form: str, names: Mapping[str, str], records: Sequence[Any], used: M
     if scores:
         advice += f". To keep the better answers by {scores[0]}: where: {scores[0]} >= NUMBER"
     return advice
+
+
+def _holds_tools(value: Any) -> bool:
+    try:
+        tools = parse_tools(value)
+    except BadRecordError:
+        return False
+    return bool(tools) and all("parameters" in tool["function"] for tool in tools)
 
 
 def _unused_texts(records: Sequence[Record], used: Iterable[str]) -> list[str]:

@@ -56,9 +56,15 @@ _OTHER_FILES = (
     (b"SQLite format 3", "an SQLite database", "Export the table as CSV"),
     (b"\x93NUMPY", "a NumPy array", "Write its records as JSON Lines (.jsonl)"),
     (b"{\\rtf", "a document in Rich Text Format", "Save its text as plain text (.txt) to train on every word"),
-    (b"\x80\x04\x95", "a pickle of Python", "Write its records as JSON Lines (.jsonl)"),
+    *((start, "a pickle of Python", "Write its records as JSON Lines (.jsonl)")
+      for start in (b"\x80\x02", b"\x80\x03", b"\x80\x04\x95", b"\x80\x05\x95")),
+    (b"\x89HDF", "an HDF5 file", "Write its records as JSON Lines (.jsonl)"),
+    (b"Obj\x01", "an Avro file", "Write its records as JSON Lines (.jsonl)"),
+    (b"7z\xbc\xaf", "a 7z archive", "Unpack it, and give the files in it"),
+    (b"Rar!", "a RAR archive", "Unpack it, and give the files in it"),
+    (b"\x04\x22\x4d\x18", "compressed by lz4", "Decompress it, or compress it by gzip or zstd"),
     (b"version https://git-lfs", "a pointer of Git LFS, not the data itself", "Get the data: git lfs pull"),
-)
+)  # fmt: skip
 """What people give whet by mistake: first bytes, what the file is, and what to do."""
 
 

@@ -19,10 +19,12 @@ from whet.data.read.messages import (
 from whet.data.read.question_formats import (
     ALPACA_FIELDS,
     ALPACA_OPTIONAL,
+    ANSWER_WORDS,
     GSM8K_FIELDS,
     MULTIPLE_CHOICE_FIELDS,
     MULTIPLE_CHOICE_OPTIONAL,
     PROMPT_COMPLETION_FIELDS,
+    QUESTION_WORDS,
     parse_alpaca,
     parse_gsm8k,
     parse_gsm8k_calls,
@@ -42,14 +44,31 @@ from whet.data.read.sharegpt import SHAREGPT_FIELDS, parse_sharegpt, recognise_s
 
 TEXT_FIELDS = {"text": ("text",)}
 _CHAT_MARKERS = re.compile(
-    r"<\|(?:user|human|prompter|assistant|bot|model|system|im_start|start_header_id|start)\|>|\[INST\]|<start_of_turn>"
+    r"[<\[][|｜](?i:user|human|prompter|assistant|bot|model|system|im_start|start_header_id|start|user_token|ai)[|｜][>\]]"
+    r"|\[INST\]|<start_of_turn>"
 )
-_USER_LABEL, _ASSISTANT_LABEL = (
-    re.compile(
-        rf"(?:^[<\[| ]{{0,3}}|#{{2,3}} ?)(?:{names})[>\]|]{{0,2}} ?:|(?-i:\b{loud}:)", re.IGNORECASE | re.MULTILINE
+
+
+def _label(names: str, loud: str = "(?!)") -> re.Pattern[str]:
+    """A name that begins a turn, as in `User: `, `**User:**`, `### User:`, or alone in a heading."""
+    return re.compile(
+        rf"(?:^[<\[|>*\- ]{{0,4}}|#{{2,3}} ?)(?:{names})[>\]|*]{{0,2}} ?[:：]|^#{{1,4}} \**(?:{names})\**:?[ \t]*$"
+        rf"|(?-i:\b{loud}:)",
+        re.IGNORECASE | re.MULTILINE,
     )
-    for names, loud in (("human|user|prompter|instruction", "USER"), ("assistant|response|bot|ai|gpt", "ASSISTANT"))
+
+
+_LABELS = (
+    (
+        _label("human|user|prompter|instruct(?:ion)?|me|you|you said", "USER"),
+        _label("assistant|response|output|bot|ai|gpt|chatgpt|chatgpt said|claude|gemini|copilot", "ASSISTANT"),
+    ),
+    (
+        _label("|".join(("q|question|问|用户|ユーザー|nutzer|kunde|usuario", *QUESTION_WORDS.split()))),
+        _label("|".join(("a|answer|答|助手|アシスタント|assistent|berater", *ANSWER_WORDS.split()))),
+    ),
 )
+"""Of the one who asks, and of the one who answers."""
 
 
 _MESSENGER_LINE = re.compile(
@@ -75,8 +94,8 @@ def find_chat_marker(record: Any, name: str) -> str | None:
     text = record.get(name) if isinstance(record, dict) else record
     if not isinstance(text, str):
         return None
-    found = _CHAT_MARKERS.search(text) or (_ASSISTANT_LABEL.search(text) and _USER_LABEL.search(text))
-    found = found or _MESSENGER_LINE.search(text)
+    labels = (answers.search(text) and asks.search(text) for asks, answers in _LABELS)
+    found = _CHAT_MARKERS.search(text) or next(filter(None, labels), None) or _MESSENGER_LINE.search(text)
     return found.group().strip() if found else None
 
 
@@ -84,7 +103,7 @@ def begins_chat(text: Any) -> bool:
     """Whether a text is a chat from its first word on."""
     if not isinstance(text, str) or not find_chat_marker(text, ""):
         return False
-    return bool(_CHAT_MARKERS.match(text.lstrip()) or _USER_LABEL.match(text.lstrip()))
+    return any(each.match(text.lstrip()) for each in (_CHAT_MARKERS, *(asks for asks, _ in _LABELS)))
 
 
 def parse_text(record: Any, names: Mapping[str, str], origin: Origin) -> PlainText:

@@ -28,6 +28,10 @@ from whet.data.read.container import (
     unique_keys,
 )
 from whet.data.read.formats import FORMATS
+from whet.data.read.messages import RECORD_FIELDS
+from whet.data.read.question_formats import MORE_THAN_A_PROMPT
+from whet.data.read.question_shapes import find_names
+from whet.data.read.record_fields import EMPTY_VALUES
 
 _COUNT_CHUNK_BYTES = 2**20
 
@@ -144,6 +148,8 @@ def _require_end_of_file(rest: bytes, stream: IO[bytes], name: str) -> None:
 
 
 _MESSAGE_KEYS = {"role", "from"}
+_SHARED = {*RECORD_FIELDS["system"], *RECORD_FIELDS["tools"], *MORE_THAN_A_PROMPT, "text"}
+"""What an object may have once for all of its records."""
 
 
 class JsonObjectFile(Container):
@@ -175,7 +181,8 @@ class JsonObjectFile(Container):
                 f"data.sources: {self.name}: a chat between people, as Telegram, Facebook and Instagram export it. "
                 "docs/data.md has a script that writes it as messages"
             )
-        lists = {} if is_record(whole) else {key: value for key, value in whole.items() if is_list_of_records(value)}
+        is_one = is_record(whole) or not _MESSAGE_KEYS.isdisjoint(whole)
+        lists = {} if is_one else {key: value for key, value in whole.items() if is_list_of_records(value)}
         if self._split is not None:
             if self._split not in lists:
                 known = ", ".join(lists) or "none"
@@ -192,6 +199,11 @@ class JsonObjectFile(Container):
                 lists,
             )
         [(key, records)] = lists.items()
+        if shared := [name for name in whole if name in _SHARED - {key} and whole[name] not in EMPTY_VALUES]:
+            raise WhetError(
+                f"data.sources: {self.name}: {shared[0]!r} is beside the records under {key!r}, which need it. Write "
+                f"it into each: jq -c 'del(.{key}) + .{key}[]' FILE > NEW.jsonl"
+            )
         self.note = f"records under {key!r}"
         return list(records)
 
@@ -217,15 +229,20 @@ class JsonObjectFile(Container):
 
 
 def _rows_of_columns(whole: dict[str, Any]) -> list[dict[str, Any]]:
-    """The records of an object of columns, {"question": {"0": …, "1": …}, "answer": {…}}, as pandas' to_json writes it;
-    none of any other object."""
+    """The records of an object of columns, {"question": {"0": …, "1": …}, "answer": {…}} or {"question": […],
+    "answer": […]}, as to_json of pandas and to_dict of datasets write it; none of any other object."""
     columns = list(whole.values())
-    if len(columns) < 2 or not all(isinstance(column, dict) and "0" in column for column in columns):
+    if len(columns) > 1 and all(isinstance(column, dict) and "0" in column for column in columns):
+        rows = list(columns[0])
+        if not all(row.isdigit() for row in rows) or any(list(column) != rows for column in columns):
+            return []
+        return [{name: column[row] for name, column in whole.items()} for row in rows]
+    if not all(isinstance(column, list) and column and not isinstance(column[0], dict) for column in columns):
         return []
-    rows = list(columns[0])
-    if not all(row.isdigit() for row in rows) or any(list(column) != rows for column in columns):
+    if len({len(column) for column in columns}) != 1:
         return []
-    return [{name: column[row] for name, column in whole.items()} for row in rows]
+    records = [dict(zip(whole, row, strict=True)) for row in zip(*columns, strict=True)]
+    return records if is_record(records[0]) or None not in find_names(records[0]) else []
 
 
 def _is_messenger_export(whole: dict[str, Any]) -> bool:

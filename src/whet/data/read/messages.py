@@ -42,6 +42,8 @@ MESSAGES_FIELDS = {
 MESSAGES_EXAMPLE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 _LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 _CHAT_ROLES = ("user", "assistant")
+TEXT_KEYS = ("text", "content", "value", "message", "body")
+"""The names that the text of a message has."""
 
 
 def recognise_messages(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -53,7 +55,9 @@ def recognise_messages(record: Any, fields: Mapping[str, str]) -> list[dict[str,
         return []
     names = [fields["messages"]] if "messages" in fields else MESSAGES_FIELDS["messages"]
     return [
-        {"messages": name, "role": role, "content": content} for name in names if is_turn_list(record.get(name), role)
+        {"messages": name, "role": role, "content": content}
+        for name in names
+        if is_turn_list(record.get(name), role) and not has_other_content(record[name], content)
     ]
 
 
@@ -62,6 +66,12 @@ def is_turn_list(turns: Any, key: str) -> bool:
     if isinstance(turns, str) and _LIST_OF_OBJECTS.match(turns):
         return f'"{key}"' in turns or f"'{key}'" in turns
     return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and key in turns[0]
+
+
+def has_other_content(turns: Any, name: str) -> bool:
+    """Whether the first turn has its text under another name."""
+    first = turns[0] if isinstance(turns, list) else {}
+    return name not in first and any(isinstance(first.get(key), str) for key in TEXT_KEYS)
 
 
 def parse_messages(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
@@ -253,6 +263,15 @@ def _parse_role(role: Any, place: str, role_name: str, content_name: str) -> str
 
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_CALL_PART = re.compile(r"tool|function|think|reason", re.IGNORECASE)
+
+
+def _part_text(part: Any) -> Any:
+    """The text of a content part; Bedrock's and Gemini's have no type."""
+    if not isinstance(part, dict):
+        return None
+    is_text = part.get("type") in _TEXT_PARTS or [key for key, value in part.items() if value is not None] == ["text"]
+    return part.get("text") if is_text else None
 
 
 def _parse_content(content: Any, place: str, optional: bool) -> str:
@@ -260,16 +279,14 @@ def _parse_content(content: Any, place: str, optional: bool) -> str:
         return ""
     if not isinstance(content, list):
         return require_text(content, place)
-    texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else None for part in content
-    ]
+    texts = [_part_text(part) for part in content]
     if not texts or not all(isinstance(text, str) for text in texts):
-        objects = [part for part in content if isinstance(part, dict)]
+        objects = [part for part in content if isinstance(part, dict) and not isinstance(_part_text(part), str)]
         kinds = {str(part["type"]) for part in objects if "type" in part} - {*_TEXT_PARTS}
-        kinds |= {key for part in objects if "type" not in part for key in part if key in MEDIA_KEYS}
+        kinds |= {key for part in objects if "type" not in part for key in part if part[key] is not None}
         found = f", not {', '.join(sorted(kinds))[:60]}" if kinds else ""
         remedy = "remove the others"
-        if kinds & {"thinking", "tool_use", "tool_result"}:
+        if any(map(_CALL_PART.search, kinds)):
             remedy = "write thinking as reasoning, tool_use as tool_calls and tool_result as a message of the role tool"
         raise BadRecordError("bad content", f"{place}: whet trains on content parts of type 'text'{found}; {remedy}")
     return require_text("".join(map(str, texts)), place)
@@ -352,13 +369,15 @@ def _parse_reasoning(turn: Mapping[str, Any], role: str, place: str) -> str:
     return texts[0]
 
 
-_OTHER_WEIGHTS = ("loss", "loss_mask", "loss_weight", "mask", "masked", "trainable", "training")
+OTHER_WEIGHTS = (
+    "loss", "loss_mask", "loss_weight", "mask", "masked", "trainable", "training", "train_detail", "training_detail",
+)  # fmt: skip
 """How other tools mark messages that are not to be learned."""
 
 
 def parse_train_flag(turn: Mapping[str, Any], role: str, place: str) -> bool | None:
     """False for `weight: 0` or `train: false`, otherwise None."""
-    for key in _OTHER_WEIGHTS:
+    for key in OTHER_WEIGHTS:
         if turn.get(key) is not None:
             raise BadRecordError(
                 "bad weight",

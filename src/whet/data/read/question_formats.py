@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from string import ascii_uppercase
 from typing import Any
@@ -100,37 +100,81 @@ PROMPT_COMPLETION_FIELDS = {
 QUESTION_WORDS = """
     frage anfrage eingabe pregunta consulta entrada domanda richiesta pergunta vraag pytanie вопрос запрос питання
     问题 問題 提问 質問 入力 질문 fråga spørsmål spørgsmål kysymys soru otázka kérdés întrebare ερώτηση سؤال שאלה प्रश्न
-    câu_hỏi pertanyaan คำถาม requête demande user human user_message user_input human_message inputs
+    câu_hỏi pertanyaan คำถาม requête demande entrée 输入 user human user_message user_input human_message inputs
 """
 ANSWER_WORDS = """
-    antwort ausgabe réponse respuesta salida risposta resposta saída antwoord odpowiedź ответ відповідь 答案 回答
-    答复 解答 出力 답변 대답 svar vastaus cevap yanıt odpověď odpoveď válasz răspuns απάντηση جواب إجابة תשובה उत्तर
+    antwort ausgabe réponse sortie respuesta salida risposta resposta saída antwoord odpowiedź ответ відповідь 答案 回答
+    答复 解答 出力 输出 답변 대답 svar vastaus cevap yanıt odpověď odpoveď válasz răspuns απάντηση جواب إجابة תשובה उत्तर
     câu_trả_lời trả_lời jawaban คำตอบ assistant bot gpt assistant_message bot_message model_output reply target targets
 """
 CONTEXT_WORDS = """
     kontext hintergrund contexto contexte contesto kontekst контекст bağlam context_text background passage_text
     上下文 背景 文脈 문맥 samenhang sammanhang konteksti kontextus πλαίσιο سياق הקשר संदर्भ ngữ_cảnh konteks บริบท
 """
-"""Names of columns that mean a question, an answer or what belongs to the question, in several languages; whet proposes
-them, never assumes them."""
+INSTRUCTION_WORDS = """
+    anweisung instruktion instrucción instrucciones istruzione instrução instructie instrukcja инструкция інструкція
+    指令 指示 명령 지시 talimat instrukce utasítás instrucțiune οδηγία تعليمات הוראה निर्देश hướng_dẫn instruksi คำสั่ง
+"""
+INPUT_WORDS = "eingabe entrada entrée input_text 输入 入力 입력 ввод wejście invoer indata vstup bemenet intrare giriş"
+SYSTEM_WORDS = """
+    systemprompt systemnachricht message_système invite_système mensaje_de_sistema mensagem_do_sistema
+    messaggio_di_sistema 系统提示 系统提示词 システムプロンプト 시스템_프롬프트 системный_промпт
+"""
+"""Names of columns that mean a question, an answer, what belongs to the question, an instruction or a system message,
+in several languages; whet proposes them, never assumes them."""
 _PROMPT_COMPLETION_EXAMPLE = '{"prompt": "…", "completion": "…"}'
-MORE_THAN_A_PROMPT = ("instruction", "context", "passage", "document", "choices", "options", "history")
+MORE_THAN_A_PROMPT = (
+    "instruction", "instructions", "context", "contexts", "passage", "passages", "paragraph", "document", "documents",
+    "choices", "options", "history",
+)  # fmt: skip
 CHOICE_COLUMN = re.compile(r"(?:option|choice|distractor|op)[_ ]?(?:[a-e]|[0-5])", re.IGNORECASE)
 """Fields that add to the question, so that the record is more than a prompt and a completion."""
+_LETTERS = frozenset("ABCDEFabcdef")
 
 
 def recognise_prompt_completion(record: Any, fields: Mapping[str, str]) -> list[dict[str, str]]:
-    """Every set of field names under which the record matches; none if it has fields that add to the prompt."""
-    if not isinstance(record, dict):
+    """Every set of field names under which the record matches; none if it has a field that adds to the prompt."""
+    if not isinstance(record, dict) or find_addition(record, fields.values()) is not None:
         return []
-    more = [
-        name
-        for name, value in record.items()
-        if (name in MORE_THAN_A_PROMPT or CHOICE_COLUMN.fullmatch(name))
-        and value not in EMPTY_VALUES
-        and name not in fields.values()
-    ]
-    return [] if more else match_fields(record, PROMPT_COMPLETION_FIELDS, ("prompt", "completion"), fields)
+    found = match_fields(record, PROMPT_COMPLETION_FIELDS, ("prompt", "completion"), fields)
+    return [names for names in found if not _is_other_object(record[names["prompt"]])]
+
+
+def _is_other_object(value: Any) -> bool:
+    """Whether this is an object, but no message."""
+    return isinstance(value, dict) and "role" not in value and "from" not in value
+
+
+def find_addition(record: Mapping[str, Any], used: Collection[str]) -> str | None:
+    """A field that adds to the prompt and is not used."""
+    if (choices := lettered_choices(record)) and choices[0] not in used:
+        return choices[0]
+    for name, value in record.items():
+        if value in EMPTY_VALUES or name in used or not isinstance(name, str):
+            continue
+        if name.strip().lower() in MORE_THAN_A_PROMPT or CHOICE_COLUMN.fullmatch(name):
+            return name
+    return None
+
+
+def lettered_choices(record: Mapping[str, Any]) -> list[str]:
+    """The columns of choices that are named by letters: A, B, … or a, b, …"""
+    letters = [name for name, value in record.items() if name in _LETTERS and value not in EMPTY_VALUES]
+    return letters if {"A", "B"} <= {letter.upper() for letter in letters} else []
+
+
+def parse_detected_prompt_completion(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
+    """Parse a record whose format was detected from others: what these lack must not be lost. Raises BadRecordError."""
+    added = find_addition(record, names.values()) if isinstance(record, dict) else None
+    if added is not None:
+        fields = f"{{prompt: {names['prompt']}, completion: {names['completion']}}}"
+        raise BadRecordError(
+            "more than a prompt",
+            f"the record has {added!r}, which the first records do not have and which belongs to the question. To add "
+            f"it, set fields: {{instruction: {names['prompt']}, input: {added}, output: {names['completion']}}}; to "
+            f"train without it, set format: prompt-completion and fields: {fields}",
+        )
+    return parse_prompt_completion(record, names, origin)
 
 
 def parse_prompt_completion(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:
@@ -151,6 +195,12 @@ def parse_prompt_completion(record: Any, names: Mapping[str, str], origin: Origi
 
 def _as_messages(value: Any, name: str, role: str) -> list[Any]:
     value = _decode_messages(value)
+    if _is_other_object(value):
+        keys = ", ".join(map(repr, value)) or "no keys"
+        raise BadRecordError(
+            "bad content",
+            f"{name!r} must be text or messages, not an object with {keys[:80]}. Write its text in its place",
+        )
     if isinstance(value, (list, dict)) and value:
         return [_as_message(turn) for turn in (value if isinstance(value, list) else [value])]
     return [{"role": role, "content": require_nonempty(value, f"'{name}'")}]
@@ -298,7 +348,9 @@ def multiple_choice_prompt(question: str, choices: Sequence[str]) -> str:
 
 
 def _parse_choices(choices: Any, name: str) -> tuple[list[str], list[str] | None]:
-    """The texts and, in ARC's schema, their labels."""
+    """The texts and, in ARC's schema or in an object such as MedQA's {"A": "…", "B": "…"}, their labels."""
+    if isinstance(choices, dict) and "text" not in choices:
+        choices = {"label": list(choices), "text": list(choices.values())}
     labels = choices.get("label") if isinstance(choices, dict) else None
     texts = choices.get("text") if isinstance(choices, dict) else decode_list(choices, f"'{name}'")
     if not isinstance(texts, list) or not 2 <= len(texts) <= len(ascii_uppercase):

@@ -133,11 +133,14 @@ def describe_keys(record: Mapping[str, Any], wanted: str) -> str:
 def closest_key(
     wanted: Sequence[str], keys: Iterable[Any], exact: Sequence[str] = (), cutoff: float = 0.8
 ) -> str | None:
-    """The key that is one of these names but for case, white space or a typing error (`cutoff` 1: without one); or one
-    of `exact` but for case, white space and accents."""
+    """The key that is one of these names but for case and white space; else one of `exact` but for case, white space
+    and accents; else one of these names but for a typing error (`cutoff` 1: without one)."""
     texts = [key for key in keys if isinstance(key, str) and len(key) < 100]
     plain = {re.sub(r"[\s-]+", "_", key.strip().lower()): key for key in texts}
     bare = {_without_accents(name): key for name, key in plain.items()}
+    for name in wanted:
+        if name in plain:
+            return plain[name]
     for name in map(_without_accents, exact):
         if name in bare:
             return bare[name]

@@ -11,15 +11,19 @@ from typing import Any
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Origin
 from whet.data.read.formats import FORMATS, begins_chat
-from whet.data.read.json_files import is_list_of_records
-from whet.data.read.messages import MESSAGES_EXAMPLE, is_turn_list
-from whet.data.read.question_formats import (
-    ANSWER_WORDS,
-    CHOICE_COLUMN,
-    CONTEXT_WORDS,
-    MORE_THAN_A_PROMPT,
-    QUESTION_WORDS,
+from whet.data.read.json_files import is_list_of_records, is_record
+from whet.data.read.messages import MESSAGES_EXAMPLE, TEXT_KEYS, is_turn_list
+from whet.data.read.nested_records import (
+    TURN_LISTS,
+    append_answer,
+    last_speaker,
+    name_messages_inside,
+    name_split_record,
+    name_turns_with_text,
+    unwrap,
 )
+from whet.data.read.question_formats import ANSWER_WORDS, CHOICE_COLUMN, lettered_choices
+from whet.data.read.question_shapes import find_context, find_names, name_addition
 from whet.data.read.record_fields import closest_key, decode_list
 from whet.data.read.sharegpt import SHAREGPT_CALLS, SHAREGPT_ROLES
 
@@ -35,17 +39,14 @@ LABELS = ("label", "labels", "summary", "code", "sentiment", "intent", "emotion"
 _VERDICTS = ("accept", "reject", "ignore")
 _BETTER = re.compile(
     r"(?:correct(?:ed)?|edited|revised|improved|rewritten|ideal|gold(?:en)?|ground_?truth|expected|reference)"
-    r"_(?:answer|response|completion|output|solution|reply|text)|correction|gold|ground_?truth"
+    r"_(?:answer|response|completion|output|solution|reply|text)|correction|expected|gold|ground_?truth"
 )
 _REPLY_KEY = re.compile(r"(?:in_)?(?:reply|response)_to(?:_\w+)?", re.IGNORECASE)
 ID_NAME = re.compile(r"(?:.*[_ ])?(?:id|uuid|idx|index|nr|key|url)\.?", re.IGNORECASE)
-_NOT_ANSWERING = ("system", "developer", "user", "human")
-_TEXT_KEYS = ("text", "content", "value", "message", "body")
 _ANSWER_LISTS = ("completions", "responses", "answers", "generations", "outputs", "candidates", "replies")
 _PAIR = re.compile(
     r"(response|answer|completion|output|generation|conversation|chat|summary|human_ref)[_ ]?([012abjk])", re.I
 )
-_TURN_LISTS = (*FORMATS["messages"].required["messages"], "data", "utterances")
 _PROMPTS, _COMPLETIONS = (FORMATS["prompt-completion"].required[field] for field in ("prompt", "completion"))
 
 
@@ -83,7 +84,7 @@ def name_competing_answers(sample: Sequence[Any]) -> str | None:
                 "annotations of Prodigy, whose 'answer' is a verdict. Set where: answer == 'accept' and format: "
                 "prompt-completion with fields: {prompt: NAME, completion: NAME}"
             )
-        prompt, answer = _find_names(record)
+        prompt, answer = find_names(record)
         if prompt is None or answer is None:
             continue
         for key, value in record.items():
@@ -97,33 +98,45 @@ def name_competing_answers(sample: Sequence[Any]) -> str | None:
 def name_unanswered(sample: Sequence[Any], turns: str) -> str | None:
     """Messages that all end with a question, whose answers are beside them: two to compare, or one."""
     records = [record for record in sample if isinstance(record, dict) and isinstance(record.get(turns), list)]
-    if not records or any(_last_speaker(record[turns]) not in ("user", "human") for record in records):
+    if not records or any(last_speaker(record[turns]) not in ("user", "human") for record in records):
         return None
     if preference := name_preference(records):
         return preference
     answer = next((key for key in _COMPLETIONS if all(record.get(key) for record in records)), None)
     fields = {"prompt": turns, "completion": str(answer)}
     if answer is None or not all(_is_question_and_answer(record, "prompt-completion", fields) for record in records):
-        return None
+        command = append_answer(records[0], turns)
+        return command and f"{turns!r} ends with a question, and its answer is elsewhere. Append it: {command}"
     return (
         f"{turns!r} ends with a question, and {answer!r} is its answer. Set format: prompt-completion and "
         f"fields: {{prompt: {turns}, completion: {answer}}}"
     )
 
 
-def _last_speaker(turns: Sequence[Any]) -> Any:
-    last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
-    return last.get("role", last.get("from"))
-
-
 def name_shape(sample: Sequence[Any], recognised: bool) -> str | None:
     """The name of a known shape that no format reads, with a remedy; only what `text` would misread if `recognised`."""
+    if sample and all(isinstance(record, list) and record for record in sample):
+        return _name_lists(sample)
     records = [record for record in sample if isinstance(record, dict)]
     for record in records:
-        if name := (_name_single_message(record) or _name_text_and_answer(record)) or (
+        beside = name_turns_with_text(record) if isinstance(record.get("text"), str) else None
+        if name := (_name_single_message(record) or beside or _name_text_and_answer(record)) or (
             None if recognised else _name_structure(record, records) or _name_columns(record, records)
         ):
             return name
+    return None
+
+
+def _name_lists(sample: Sequence[Any]) -> str | None:
+    """Records that are lists: of records, or of a question and its answer."""
+    if all(isinstance(each, dict) and is_record(each) for record in sample for each in record):
+        return "lists of records. Write each record on a line: jq -c 'flatten[]' FILE > NEW.jsonl"
+    if all(len(record) == 2 and all(isinstance(text, str) for text in record) for record in sample):
+        each = 'if .[0] | type == "array" then .[] else . end'
+        return (
+            "pairs of texts. Name the question and the answer: "
+            f"jq -c '{each} | {{prompt: .[0], completion: .[1]}}' FILE > NEW.jsonl"
+        )
     return None
 
 
@@ -138,7 +151,7 @@ def name_json_text(record: Any, name: str) -> str | None:
         return None
     if not any(form.recognise(inner, {}) for key, form in FORMATS.items() if key != "marked"):
         return None
-    command = _unwrap(name) if isinstance(record, dict) else "jq -c '(arrays[], strings)' FILE > NEW.jsonl"
+    command = unwrap(name) if isinstance(record, dict) else "jq -c '(arrays[], strings)' FILE > NEW.jsonl"
     command = command.replace("' FILE", " | fromjson' FILE")
     return f"the texts are records of JSON, written as strings. Unwrap them: {command}"
 
@@ -154,10 +167,10 @@ def _name_single_message(record: Record) -> str | None:
     is_part = record.get("type") == "message" or any(
         _CONVERSATION_KEY.fullmatch(str(key)) or _REPLY_KEY.fullmatch(str(key)) for key in record
     )
-    is_part = is_part and _find_names(record)[1] is None
+    is_part = is_part and find_names(record)[1] is None
     speakers = {key: record.get(key) for key in (*_ROLE_KEYS, *(("user", "username", "author_id") if is_part else ()))}
     role = next((key for key, who in speakers.items() if (who and is_part) or str(who).lower() in _SPEAKERS), None)
-    text = next((key for key in _TEXT_KEYS if isinstance(record.get(key), str)), None)
+    text = next((key for key in TEXT_KEYS if isinstance(record.get(key), (str, list))), None)
     if role is None or text is None:
         return None
     tree = " of a tree of replies, as in OASST" if "parent_id" in record else ""
@@ -196,12 +209,12 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
         return f"{shape}. docs/data.md has a line that writes them as messages"
     if calls := next((key for key in _ANSWER_LISTS if _holds_calls(record.get(key))), None):
         return f"calls of tools as text ({calls!r}), as in xLAM. docs/data.md has a line that writes them as messages"
+    pairs = [found for key in keys if (found := _PAIR.fullmatch(str(key)))]
+    if len(pairs) > 1 and pairs[0][1] == pairs[1][1]:
+        return _describe_preference(records, pairs[0][0], pairs[1][0])
+    if nested := name_messages_inside(record):
+        return nested
     for key, value in record.items():
-        inner = [value.get(name) for name in _TURN_LISTS] if isinstance(value, dict) else []
-        if turns := next((each for each in inner if is_turn_list(each, "role") or is_turn_list(each, "from")), None):
-            if isinstance(turns, list) and all(_last_speaker([turn]) in _NOT_ANSWERING for turn in turns):
-                return f"the messages are inside {key!r}, without an answer. Write both as {MESSAGES_EXAMPLE}"
-            return f"the messages are inside {key!r}. Write what is inside as the record: {_unwrap(key)}"
         if isinstance(value, list) and value and all(_is_segment(each) for each in value):
             return (
                 f"texts with a mask of their own ({key!r}), as in Axolotl's input_output. whet makes the mask from the "
@@ -226,26 +239,26 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
             f"the records are inside {inside!r}, several to a line. Write each into one: "
             f"jq -c '{each}' FILE > NEW.jsonl"
         )
-    for key in _TURN_LISTS:
+    for key in TURN_LISTS:
         turns = record.get(key)
         if isinstance(turns, list) and turns and isinstance(turns[0], (str, dict)):
             shape = "texts without speakers" if isinstance(turns[0], str) else f"objects with {', '.join(turns[0])}"
-            return (
-                f"{key!r} is a list of {shape[:80]}, not of messages. Write it as {MESSAGES_EXAMPLE}, or set fields: "
-                f"{{messages: {key}, role: NAME, content: NAME}}"
+            names = (
+                "" if isinstance(turns[0], str) else f", or set fields: {{messages: {key}, role: NAME, content: NAME}}"
             )
+            return f"{key!r} is a list of {shape[:80]}, not of messages. Write it as {MESSAGES_EXAMPLE}{names}"
     if "input_ids" in keys:
         return (
             "tokenized records ('input_ids'). whet tokenizes by itself: give the text, or a .bin file (format: tokens)"
         )
-    if choices := [str(key) for key in keys if CHOICE_COLUMN.fullmatch(str(key))]:
+    choices = lettered_choices(record) if None not in find_names(record) else []
+    if choices := choices or [str(key) for key in keys if CHOICE_COLUMN.fullmatch(str(key))]:
         return (
-            f"multiple choice with a column per choice ({', '.join(choices[:6])}). Write a list of them: "
-            '{"question": "…", "choices": ["…", "…"], "answer": 1}'
+            f"multiple choice with a column per choice ({', '.join(choices[:6])}). Name the columns question, A, B, C, "
+            '… and answer, or write a list: {"question": "…", "choices": ["…", "…"], "answer": 1}'
         )
-    pairs = [found for key in keys if (found := _PAIR.fullmatch(str(key)))]
-    if len(pairs) > 1 and pairs[0][1] == pairs[1][1]:
-        return _describe_preference(records, pairs[0][0], pairs[1][0])
+    if split := name_split_record(record):
+        return split
     if several := next((key for key in _ANSWER_LISTS if isinstance(record.get(key), (list, dict))), None):
         return (
             f"several answers to a question ({several!r}). Write a record for each answer that is to be learned: "
@@ -279,7 +292,7 @@ def find_turns(record: Record) -> dict[str, str] | None:
     for key, turns in record.items():
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             continue
-        for role, text in itertools.product((*_ROLE_KEYS, "type"), _TEXT_KEYS):  # "type" in LangChain's
+        for role, text in itertools.product((*_ROLE_KEYS, "type"), TEXT_KEYS):  # "type" in LangChain's
             if (role, text) in (("role", "content"), ("from", "value")):
                 continue
             if turns and all(
@@ -289,35 +302,29 @@ def find_turns(record: Record) -> dict[str, str] | None:
     return None
 
 
-def _unwrap(key: str) -> str:
-    """The command that writes what is inside `key` of each record, in JSON Lines or an array."""
-    step = f".{key}" if key.isidentifier() and key.isascii() else f".{json.dumps(key, ensure_ascii=False)}"
-    return f"jq -c '(arrays[], objects){step}' FILE > NEW.jsonl"
-
-
 def _name_columns(record: Record, records: Sequence[Record]) -> str | None:
     only = sum(1 for key in record if not ID_NAME.fullmatch(str(key))) == 1
     inside = [
         key
         for key, value in record.items()
         if isinstance(value, dict)
-        and ((only and _has_texts(value)) or any(form.recognise(value, {}) for form in FORMATS.values()))
+        and (is_record(value) or (only and (_has_texts(value) or FORMATS["text"].recognise(value, {}))))
     ]
     if len(inside) > 1:
         keys = ", ".join(map(repr, inside[:2]))
         return f"the records are inside {keys}, …. Write each on a line: jq -c '.[]' FILE > NEW.jsonl"
     if inside:
-        return f"the record is inside {inside[0]!r}. Write what is inside as the record: {_unwrap(inside[0])}"
-    if (fields := find_context(records)) is not None:
-        return (
-            f"a question, an answer and {fields['input']!r}, which belongs to the question. Set fields: "
-            f"{{{', '.join(f'{field}: {name}' for field, name in fields.items())}}}, or let `whet init` write it"
-        )
+        return f"the record is inside {inside[0]!r}. Write what is inside as the record: {unwrap(inside[0])}"
+    if (addition := name_addition(records)) is not None:
+        return addition
     if chat := next((key for key, value in record.items() if begins_chat(value)), None):
         if FORMATS["transcript"].recognise(record, {"text": chat}):
             return f"{chat!r} holds whole chats. Set format: transcript and fields: {{text: {chat}}}"
         return f"{chat!r} holds whole chats as text. Write them as messages: {MESSAGES_EXAMPLE}"
-    prompt, completion = _find_names(record)
+    prompt, completion = find_names(record)
+    if prompt and completion and isinstance(record[prompt], dict):
+        keys = ", ".join(map(repr, record[prompt]))[:80]
+        return f"{prompt!r} is an object with {keys}, neither text nor messages. Write its text in its place"
     if prompt and not completion:
         return f"a question ({prompt!r}) without a known answer. Set fields: {{prompt: {prompt}, completion: NAME}}"
     return None
@@ -359,30 +366,9 @@ def name_people(sample: Sequence[Any], turns: str, speaker: str) -> str | None:
     )
 
 
-def _find_names(record: Record) -> tuple[str | None, str | None]:
-    """The columns with the question and with the answer."""
-    prompt = closest_key(_PROMPTS, record, QUESTION_WORDS.split(), cutoff=1.0)
-    return prompt, closest_key(_COMPLETIONS, [key for key in record if key != prompt], ANSWER_WORDS.split(), cutoff=1.0)
-
-
-def find_context(sample: Sequence[Any]) -> dict[str, str] | None:
-    """Fields as in Alpaca of records with a question, its context and an answer; None if they have no context."""
-    for record in sample:
-        if not isinstance(record, dict):
-            continue
-        prompt, completion = _find_names(record)
-        others = (key for key in record if key not in (prompt, completion))
-        texts = [key for key in others if isinstance(record[key], str) and record[key]]
-        context = closest_key(MORE_THAN_A_PROMPT, texts, CONTEXT_WORDS.split(), cutoff=1.0)
-        is_alpaca = str(context).lower() == "instruction" and str(prompt).lower() == "input"
-        if prompt and completion and context and not is_alpaca:
-            return {"instruction": prompt, "input": context, "output": completion}
-    return None
-
-
 def find_records_inside(record: Record) -> str | None:
-    """The key of a list of records in an object that is none itself."""
-    for key, value in record.items():
+    """The key of a list of records in an object that is none itself, nor a message."""
+    for key, value in record.items() if "role" not in record else ():
         if key in (*FORMATS["messages"].required["messages"], *_ANSWER_LISTS) or not is_list_of_records(value):
             continue
         if find_turns({key: value}):
@@ -423,7 +409,7 @@ def _candidates(record: Record, answer: str) -> Iterator[tuple[str, dict[str, st
     yield "transcript", {"text": answer}
     if "instruction" in record:
         yield "alpaca", {"instruction": "instruction", "output": answer}
-    for prompt in (*_PROMPTS, *_TURN_LISTS):
+    for prompt in (*_PROMPTS, *TURN_LISTS):
         if prompt in record:
             yield "prompt-completion", {"prompt": prompt, "completion": answer}
 

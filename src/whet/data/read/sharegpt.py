@@ -9,6 +9,7 @@ from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Message, Origin
 from whet.data.read.messages import (
     check_message_order,
+    has_other_content,
     is_turn_list,
     make_conversation,
     parse_message,
@@ -44,9 +45,13 @@ def recognise_sharegpt(record: Any, fields: Mapping[str, str]) -> list[dict[str,
     """Every set of field names under which the record matches."""
     if not isinstance(record, dict):
         return []
-    speaker = fields.get("from", "from")
+    speaker, value = fields.get("from", "from"), fields.get("value", "value")
     names = [fields["conversations"]] if "conversations" in fields else SHAREGPT_FIELDS["conversations"]
-    return [{"conversations": name, "from": speaker} for name in names if is_turn_list(record.get(name), speaker)]
+    return [
+        {"conversations": name, "from": speaker}
+        for name in names
+        if is_turn_list(record.get(name), speaker) and not has_other_content(record[name], value)
+    ]
 
 
 def parse_sharegpt(record: Any, names: Mapping[str, str], origin: Origin) -> Conversation:

@@ -30,6 +30,7 @@ from whet.data.read.container import Container, DecodedRecord, RawRecord, Severa
 from whet.data.read.detection import detect_source_format, guess_fields
 from whet.data.read.formats import parser_of
 from whet.data.read.locate import locate_containers, splits_in_folder
+from whet.data.read.question_formats import parse_detected_prompt_completion
 from whet.data.read.record_fields import closest_key, describe_type, shorten
 from whet.data.read.token_files import describe_mask_rules
 from whet.data.read.unsupported_records import reject_unsupported
@@ -67,6 +68,8 @@ class SourceReader:
                     f"this source is {detected.format}. Remove it"
                 )
             self._names, self._parse = detected.names, parser_of(detected.format, source.calculator)
+            if source.format == "auto" and detected.format == "prompt-completion":
+                self._parse = parse_detected_prompt_completion
             self.description = f"{source.path}: {detected.description}"
 
     def records(self) -> Iterator[RawRecord]:

@@ -115,9 +115,12 @@ def is_blank(row: Sequence[str]) -> bool:
 
 def find_header(rows: Sequence[Sequence[str]]) -> int:
     """The index of the row that names the columns: the first, unless it does not name a question and an answer and one
-    of the next rows does: titles and groups of columns are written above them."""
+    of the next rows does, or both do: titles and groups of columns are written above them."""
     named = [number for number, row in enumerate(rows[:HEADER_ROWS]) if names_columns(row)]
-    return named[0] if named else 0
+    if not named:
+        return 0
+    first, second = named[0], named[0] + 1
+    return second if second in named and rows[second] != rows[first] else first
 
 
 def names_columns(row: Sequence[str]) -> bool:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, ParsedRecord
-from whet.data.read.messages import MEDIA_KEYS, RECORD_FIELDS
+from whet.data.read.formats import TURN_LIST_FIELDS
+from whet.data.read.messages import MEDIA_KEYS, OTHER_WEIGHTS, RECORD_FIELDS
 from whet.data.read.record_fields import EMPTY_VALUES, find_optional, shorten
 
 _UNSUPPORTED_KEYS = MEDIA_KEYS | {"chat_template_kwargs"}
-_CHECKED_KEYS = _UNSUPPORTED_KEYS | {"weight", "train", *RECORD_FIELDS["label"]}
+_CHECKED_KEYS = _UNSUPPORTED_KEYS | {"weight", "train", *OTHER_WEIGHTS, *RECORD_FIELDS["label"]}
 _NEGATIVE_LABELS = (False, -1, "false", "0", "-1", "undesirable", "bad", "rejected", "dispreferred")  # False equals 0
 _MEDIA_TAG = re.compile(
     r"<\|?(?:image|img|video|audio)(?:_?\d+|_pad)?\|?>|<\|(?:vision|audio)_(?:start|bos)\|>|<start_of_image>",
@@ -25,8 +26,25 @@ _MEDIA_MARK = re.compile(
 _DATA_URI = re.compile(r"\s*data:(?:image|video|audio)/[\w.+-]+;base64,", re.IGNORECASE)
 
 
+_PARENT = re.compile(r"parent(?:_?message)?_?(?:uu)?id", re.IGNORECASE)
+_OWN_ID = re.compile(r"(?:message_?)?(?:uu)?id", re.IGNORECASE)
+_PLACE = re.compile(
+    r"timestamp(?:_ms)?|time|ts|date|create(?:d|_time|d_?at)|turn(?:_id(?:entifier)?|_index|_number)?|index|order|position"
+    r"|seq(?:uence)?",
+    re.IGNORECASE,
+)
+_CALLS = ("tool_calls", "function_call")
+_OTHER_CALLS = re.compile(r"(?:tool|function)_?(?:calls?|uses?|invocations?|results?|outputs?)", re.IGNORECASE)
+_ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+
+
 def reject_unsupported(record: Any, parsed: ParsedRecord, names: Mapping[str, str]) -> None:
     """Raise a BadRecordError if the record has what whet cannot train on, such as images."""
+    name = next((names[field] for field in TURN_LIST_FIELDS if field in names), None)
+    turns = record.get(name) if isinstance(record, dict) else record
+    if isinstance(turns, list):
+        _reject_order(turns)
+        _reject_other_calls(turns)
     if isinstance(record, dict) and ("label" in names or not _CHECKED_KEYS.isdisjoint(record)):
         _reject_keys(record, parsed, names)
     if isinstance(parsed, Conversation):
@@ -43,6 +61,50 @@ def reject_unsupported(record: Any, parsed: ParsedRecord, names: Mapping[str, st
                 )
 
 
+def _reject_order(turns: Sequence[Any]) -> None:
+    """Reject turns that do not follow each other: branches of a tree, or an export with the newest first."""
+    before: Mapping[str, Any] = {}
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict) or len(turn) < 3:
+            before = {}
+            continue
+        for key in turn.keys() & before.keys():
+            if _PARENT.fullmatch(key):
+                own = [value for name, value in before.items() if _OWN_ID.fullmatch(name)]
+                if own and turn[key] not in (None, *own):
+                    raise BadRecordError(
+                        "branches",
+                        f"message {number} is no reply to message {number - 1} ({key!r} is {shorten(turn[key])}): the "
+                        "messages are a tree. Write each path from its root to a leaf as a conversation",
+                    )
+            elif _PLACE.fullmatch(key) and _comes_before(turn[key], before[key]):
+                raise BadRecordError(
+                    "out of order",
+                    f"message {number} comes before message {number - 1} by {key!r}: {shorten(turn[key])} is before "
+                    f"{shorten(before[key])}. Sort the messages, or remove {key!r} if it is not their order",
+                )
+        before = turn
+
+
+def _reject_other_calls(turns: Sequence[Any]) -> None:
+    """Reject calls of tools, and their results, under a name that no format reads: the answer would lack them."""
+    for number, turn in enumerate(turns, 1):
+        for key, value in turn.items() if isinstance(turn, dict) and len(turn) > 2 else ():
+            inside = isinstance(value, dict) and any(value.get(name) not in EMPTY_VALUES for name in _CALLS)
+            if value not in EMPTY_VALUES and key not in _CALLS and (inside or _OTHER_CALLS.fullmatch(key)):
+                raise BadRecordError(
+                    "unsupported key",
+                    f"message {number} has {key!r}, which whet does not read. Write calls as 'tool_calls' of the "
+                    "message, and each result as a message of the role tool",
+                )
+
+
+def _comes_before(one: Any, other: Any) -> bool:
+    are_numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (one, other))
+    are_dates = all(isinstance(each, str) and _ISO_DATE.match(each) for each in (one, other))
+    return bool((are_numbers or are_dates) and one < other)
+
+
 def _reject_keys(record: Mapping[str, Any], parsed: ParsedRecord, names: Mapping[str, str]) -> None:
     for key in sorted(_UNSUPPORTED_KEYS & record.keys()):
         if record[key] not in EMPTY_VALUES and key not in names.values():
@@ -55,6 +117,13 @@ def _reject_keys(record: Mapping[str, Any], parsed: ParsedRecord, names: Mapping
             "bad weight",
             "weight and train do not apply to a whole record. Set them for its messages, or weight for the source",
         )
+    for key in OTHER_WEIGHTS:
+        if isinstance(record.get(key), list) and record[key]:
+            raise BadRecordError(
+                "bad weight",
+                f"the record has {key!r}, a mask of its own, which whet does not read. To exclude a message from the "
+                f"loss, write weight: 0 in it; remove {key!r}",
+            )
     name, label = find_optional(record, "label", RECORD_FIELDS["label"], names)
     if any(name == used for field, used in names.items() if field != "label"):
         return

@@ -1,0 +1,68 @@
+"""Columns of a question and its answer, and what else belongs to the question."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from whet.data.read.question_formats import (
+    ANSWER_WORDS,
+    CONTEXT_WORDS,
+    MORE_THAN_A_PROMPT,
+    PROMPT_COMPLETION_FIELDS,
+    QUESTION_WORDS,
+    find_addition,
+)
+from whet.data.read.record_fields import closest_key
+
+_PROMPTS, _COMPLETIONS = PROMPT_COMPLETION_FIELDS["prompt"], PROMPT_COMPLETION_FIELDS["completion"]
+
+
+def find_names(record: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The columns with the question and with the answer."""
+    prompt = closest_key(_PROMPTS, record, QUESTION_WORDS.split(), cutoff=1.0)
+    return prompt, closest_key(_COMPLETIONS, [key for key in record if key != prompt], ANSWER_WORDS.split(), cutoff=1.0)
+
+
+def find_context(sample: Sequence[Any]) -> dict[str, str] | None:
+    """Fields as in Alpaca of records with a question, an answer and what the question needs: a context or earlier
+    turns; None if they have nothing of that."""
+    for record in sample:
+        if not isinstance(record, dict):
+            continue
+        prompt, completion = find_names(record)
+        others = (key for key in record if key not in (prompt, completion))
+        texts = [key for key in others if isinstance(record[key], str) and record[key]]
+        context = closest_key(MORE_THAN_A_PROMPT, texts, CONTEXT_WORDS.split(), cutoff=1.0)
+        is_alpaca = str(context).lower().startswith("instruction") and str(prompt).lower() == "input"
+        if prompt and completion and context and not is_alpaca:
+            return {"instruction": prompt, "input": context, "output": completion}
+        if prompt and completion and record.get("history"):
+            return {"instruction": prompt, "output": completion}
+    return None
+
+
+def name_addition(sample: Sequence[Any], names: Mapping[str, str] | None = None) -> str | None:
+    """What adds to the question of some records, and how to read it. `names`: the fields of the question and the answer
+    if they are known."""
+    for record in sample:
+        if not isinstance(record, dict):
+            continue
+        prompt, completion = (names["prompt"], names["completion"]) if names else find_names(record)
+        if not (prompt and completion) or (names and find_addition(record, (prompt, completion)) is None):
+            continue
+        fields = find_context([record])
+        added = fields.get("input", "history") if fields else find_addition(record, (prompt, completion))
+        if added is None:
+            continue
+        whole = f"a question, an answer and {added!r}, which belongs to the question"
+        if fields is not None:
+            named = ", ".join(f"{field}: {name}" for field, name in fields.items())
+            form = "" if "input" in fields else "format: alpaca and "
+            return f"{whole}. Set {form}fields: {{{named}}}, or let `whet init` write it"
+        if names or isinstance(record[added], list):
+            return (
+                f"{whole}. Write it into the question; to train without it, set format: prompt-completion and fields: "
+                f"{{prompt: {prompt}, completion: {completion}}}"
+            )
+    return None
