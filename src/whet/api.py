@@ -218,7 +218,7 @@ def export(
 
 
 def _read(recipe: Recipe, overrides: Sequence[str]) -> Config:
-    from whet.data.read.locate import forget_plugin_records
+    from whet.data.read.containers.locate import forget_plugin_records
     from whet.run.models.model_reference import resolve_model_reference
 
     forget_plugin_records()

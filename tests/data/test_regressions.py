@@ -180,6 +180,6 @@ def test_an_unreadable_source_is_a_whet_error(own_cache: Path, jsonl, monkeypatc
     def forbidden(path: Path) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("whet.data.read.container.hash_file", forbidden)
+    monkeypatch.setattr("whet.data.read.containers.container.hash_file", forbidden)
     with pytest.raises(WhetError, match=str(path)):
         go(path)

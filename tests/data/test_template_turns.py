@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Message, Origin, ToolCall
-from whet.data.read.messages import parse_messages
+from whet.data.read.records.messages import parse_messages
 from whet.data.render.renderer import PREFILL_MISSING, PROMPT_DIFFERS, Rendered, Renderer
 from whet.data.render.template_text import PROBE_TOOL
 

@@ -12,7 +12,7 @@ from tool_template import TOOL_TEMPLATE
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import CALCULATOR_SCHEMA, Conversation, Message, Origin
-from whet.data.read.messages import parse_messages
+from whet.data.read.records.messages import parse_messages
 from whet.data.render.renderer import Rendered, Renderer
 from whet.inference.calculator_tool import InlineCalculator, calculate, make_calculator
 from whet.model.config import ModelConfig

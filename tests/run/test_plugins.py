@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from whet.data.read.locate import forget_plugin_records
+from whet.data.read.containers.locate import forget_plugin_records
 
 CODE = '''
 def score_greeting(answer, example):

@@ -11,9 +11,9 @@ from typing import Any
 from whet.core.console import progress
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.conversation import CALCULATOR_SCHEMA, Conversation, Message, Origin, ToolCall
-from whet.data.read.messages import RECORD_FIELDS, add_system_prompt, parse_message_list
-from whet.data.read.record_fields import find_optional
-from whet.data.read.tools import parse_tools
+from whet.data.read.records.messages import RECORD_FIELDS, add_system_prompt, parse_message_list
+from whet.data.read.records.record_fields import find_optional
+from whet.data.read.records.tools import parse_tools
 from whet.data.render.template_text import Tools
 from whet.inference.calculator_tool import FunctionCallCalculator, InlineCalculator, calculate, parse_calculator_call
 from whet.inference.inference_model import FINISH_INTERRUPTED, InferenceModel, Reply

@@ -21,7 +21,7 @@ from whet.core.files import require_file_place, write_named_file
 from whet.data.conversation import Origin
 from whet.data.plan.planner import Plan
 from whet.data.prepare.store import MANIFEST, Store, StoreCheck
-from whet.data.read.token_files import TokenFile
+from whet.data.read.containers.token_files import TokenFile
 from whet.data.render.detokenize import Decoder, open_decoder, supervised_segments
 from whet.evaluation.training_losses import LOSS_PATTERNS, LossPattern
 from whet.run.data import RunData, load_ledger_data, make_plan, prepare_data

@@ -25,8 +25,8 @@ from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
 from whet.core.files import require_file_place, user_path
 from whet.data.config import DataConfig, Source
+from whet.data.read.containers.locate import locate_containers
 from whet.data.read.detection import detect_source_format
-from whet.data.read.locate import locate_containers
 from whet.data.render.renderer import Renderer
 from whet.inference.comparison import results_from_json, results_to_json, summarize_scores
 from whet.inference.tasks.load_tasks import load_tasks

@@ -14,8 +14,8 @@ from typing import Any
 from whet.core.console import warn
 from whet.core.display import is_valid_text
 from whet.core.errors import BadRecordError, WhetError
-from whet.data.read.messages import parse_message_list
-from whet.data.read.tools import parse_tools
+from whet.data.read.records.messages import parse_message_list
+from whet.data.read.records.tools import parse_tools
 from whet.inference.engine import GenerationOptions
 from whet.inference.generate import context_length
 from whet.inference.inference_model import InferenceModel

@@ -13,7 +13,7 @@ import pytest
 
 from whet.core.errors import WhetError
 from whet.data.config import Source
-from whet.data.read.container import MAX_RECORD_BYTES
+from whet.data.read.containers.container import MAX_RECORD_BYTES
 from whet.data.read.sources import read_source
 
 pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")

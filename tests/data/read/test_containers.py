@@ -20,8 +20,8 @@ from examples import examples
 from whet.core.errors import WhetError
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, Message, ParsedRecord, PlainText, ToolCall
-from whet.data.read import json_files
-from whet.data.read.json_files import split_array
+from whet.data.read.containers import json_files
+from whet.data.read.containers.json_files import split_array
 from whet.data.read.sources import SourceReader, expected_records, read_source, source_bytes
 
 from ..conftest import line
@@ -295,7 +295,9 @@ def test_a_row_with_invalid_utf8_is_bad_and_its_neighbours_are_read(tmp_path: Pa
 def test_rows_are_converted_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     WRITERS["a.parquet"](tmp_path / "a.parquet", [json.loads(GOOD)] * 10)
     reader = SourceReader(Source(path=str(tmp_path / "a.parquet")))
-    monkeypatch.setattr("whet.data.read.arrow_tables.RowBatch.rows", property(lambda _: pytest.fail("converted")))
+    monkeypatch.setattr(
+        "whet.data.read.containers.arrow_tables.RowBatch.rows", property(lambda _: pytest.fail("converted"))
+    )
     assert len(list(reader.records())) == 10
 
 

@@ -17,7 +17,7 @@ from examples import examples
 from whet.core.errors import WhetError
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation
-from whet.data.read.number_format import format_number
+from whet.data.read.containers.number_format import format_number
 from whet.data.read.sources import SourceReader, expected_records
 
 

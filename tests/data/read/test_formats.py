@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from examples import examples
 from whet.core.errors import BadRecordError
 from whet.data.conversation import CALCULATOR_SCHEMA, Conversation, MarkedText, Message, Origin, PlainText, ToolCall
-from whet.data.read.formats import FORMATS, parser_of
+from whet.data.read.records.formats import FORMATS, parser_of
 
 from .test_messages import JSON
 

@@ -15,7 +15,7 @@ import pytest
 from whet.core.errors import WhetError
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, PlainText
-from whet.data.read.container import SPLIT_WORDS
+from whet.data.read.containers.container import SPLIT_WORDS
 from whet.data.read.sources import expected_records, propose_source, read_source, source_bytes, source_fingerprint
 
 from ..conftest import line

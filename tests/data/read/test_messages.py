@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from examples import examples
 from whet.core.errors import BadRecordError
 from whet.data.conversation import ROLES, Conversation, Message, Origin, ToolCall
-from whet.data.read.formats import FORMATS
-from whet.data.read.messages import parse_messages
-from whet.data.read.unsupported_records import reject_unsupported
+from whet.data.read.records.formats import FORMATS
+from whet.data.read.records.messages import parse_messages
+from whet.data.read.records.unsupported_records import reject_unsupported
 
 HERE = Origin("a.jsonl", 7)
 NAMES = FORMATS["messages"].resolve_names({})

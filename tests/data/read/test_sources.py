@@ -18,7 +18,7 @@ from whet.core.errors import WhetError
 from whet.data.builtin import BUILTIN_GENERATORS, GeneratedSample, generate_orders
 from whet.data.config import DEFAULT_BUILTIN_SAMPLES, Source
 from whet.data.conversation import BadRecord, Conversation, FilteredRecord, Message, ParsedRecord
-from whet.data.read import file_types
+from whet.data.read.containers import file_types
 from whet.data.read.sources import SourceReader, expected_records, read_source, source_bytes, source_fingerprint
 
 from ..conftest import line
@@ -346,7 +346,7 @@ def test_a_builtin_dataset_is_sliced() -> None:
 def test_readers_give_the_same_records_without_decoding_them(jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(path=str(jsonl(*(line(("user", str(n)), ("assistant", "b")) for n in range(9)))))
     one, two = SourceReader(source), SourceReader(source)
-    monkeypatch.setattr("whet.data.read.container.decode_json", lambda raw: pytest.fail("decoded"))
+    monkeypatch.setattr("whet.data.read.containers.container.decode_json", lambda raw: pytest.fail("decoded"))
     assert list(one.records()) == list(two.records()) == list(one.records())
     assert all(isinstance(raw.value, bytes) for raw in one.records())
 

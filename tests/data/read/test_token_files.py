@@ -17,8 +17,8 @@ from whet.core.errors import WhetError
 from whet.data.config import MaskRules, Source
 from whet.data.conversation import TokenizedDocument
 from whet.data.indexed_dataset import IndexedReader, IndexedWriter
+from whet.data.read.containers.token_files import TokenFile, describe_mask_rules, loss_mask_from_rules
 from whet.data.read.sources import SourceReader, expected_records, read_source, source_fingerprint
-from whet.data.read.token_files import TokenFile, describe_mask_rules, loss_mask_from_rules
 
 from .test_containers import GOOD, read
 

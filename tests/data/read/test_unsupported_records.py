@@ -20,9 +20,9 @@ from whet.core.errors import BadRecordError, WhetError
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, FilteredRecord, Origin, PlainText
 from whet.data.read.detection import detect_format
-from whet.data.read.formats import FORMATS
+from whet.data.read.records.formats import FORMATS
+from whet.data.read.records.unsupported_records import reject_unsupported
 from whet.data.read.sources import SourceReader, propose_source, read_source
-from whet.data.read.unsupported_records import reject_unsupported
 
 Jsonl = Callable[..., Path]
 USER, ANSWER = {"role": "user", "content": "Q?"}, {"role": "assistant", "content": "A."}

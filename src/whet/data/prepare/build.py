@@ -24,8 +24,8 @@ from whet.data.prepare.chunks import Chunk, merge_chunks
 from whet.data.prepare.store import MANIFEST, Store
 from whet.data.prepare.tokenize import tokenize_records
 from whet.data.prepare.workers import WorkerPool, WorkItemError, WorkQueue, notify_waiting
-from whet.data.read.container import RawRecord
-from whet.data.read.locate import locate_containers
+from whet.data.read.containers.container import RawRecord
+from whet.data.read.containers.locate import locate_containers
 from whet.data.read.sources import SourceReader, expected_records, source_bytes, source_fingerprint
 from whet.data.render.chat_tokenizer import ConversationTokenizer, ItemRenderer
 from whet.data.render.renderer import LayoutMismatchError

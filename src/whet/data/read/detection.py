@@ -12,12 +12,13 @@ from whet.core.errors import BadRecordError, WhetError
 from whet.core.yaml import dump_yaml_inline
 from whet.data.config import Source
 from whet.data.conversation import Origin
-from whet.data.read.container import Container, RawRecord, marked_encoding, open_bytes
+from whet.data.read.containers.container import Container, RawRecord, marked_encoding, open_bytes
+from whet.data.read.containers.text_encoding import unmarked_utf16
 from whet.data.read.field_advice import MAX_SHOWN_KEYS, describe_format
-from whet.data.read.formats import FORMATS, TURN_LIST_FIELDS, begins_chat, find_chat_marker
-from whet.data.read.messages import RECORD_FIELDS
-from whet.data.read.nested_records import name_swapped_roles
-from whet.data.read.question_formats import (
+from whet.data.read.records.formats import FORMATS, TURN_LIST_FIELDS, begins_chat, find_chat_marker
+from whet.data.read.records.messages import RECORD_FIELDS
+from whet.data.read.records.nested_records import name_swapped_roles
+from whet.data.read.records.question_formats import (
     ANSWER_WORDS,
     CONTEXT_WORDS,
     INPUT_WORDS,
@@ -26,9 +27,9 @@ from whet.data.read.question_formats import (
     SYSTEM_WORDS,
     list_choices,
 )
-from whet.data.read.question_shapes import find_context, find_names, name_addition
-from whet.data.read.record_fields import closest_key, find_optional, present_names, record_keys
-from whet.data.read.record_shapes import (
+from whet.data.read.records.question_shapes import find_context, find_names, name_addition
+from whet.data.read.records.record_fields import closest_key, find_optional, present_names, record_keys
+from whet.data.read.records.record_shapes import (
     ID_NAME,
     LABELS,
     SPEAKER_NAME,
@@ -41,7 +42,6 @@ from whet.data.read.record_shapes import (
     name_shape,
     name_unanswered,
 )
-from whet.data.read.text_encoding import unmarked_utf16
 
 _WEAKER_THAN_TURNS = {"multiple-choice", "gsm8k", "alpaca", "prompt-completion", "transcript", "text"}
 _SUPERSEDES = {

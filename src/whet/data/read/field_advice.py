@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from whet.core.errors import BadRecordError
-from whet.data.read.container import SPLIT_WORDS
-from whet.data.read.formats import FORMATS, TURN_LIST_FIELDS, begins_chat
-from whet.data.read.messages import MEDIA_KEYS, RECORD_FIELDS
-from whet.data.read.record_fields import record_keys
-from whet.data.read.record_shapes import Record
-from whet.data.read.tools import parse_tools
+from whet.data.read.containers.container import SPLIT_WORDS
+from whet.data.read.records.formats import FORMATS, TURN_LIST_FIELDS, begins_chat
+from whet.data.read.records.messages import MEDIA_KEYS, RECORD_FIELDS
+from whet.data.read.records.record_fields import record_keys
+from whet.data.read.records.record_shapes import Record
+from whet.data.read.records.tools import parse_tools
 
 MAX_SHOWN_KEYS = 12
 _TURN_KEYS = frozenset(

@@ -25,15 +25,15 @@ from whet.data.conversation import (
     TokenizedDocument,
     with_system,
 )
-from whet.data.read.arrow_tables import TableRow
-from whet.data.read.container import Container, DecodedRecord, RawRecord, SeveralSplitsError
+from whet.data.read.containers.arrow_tables import TableRow
+from whet.data.read.containers.container import Container, DecodedRecord, RawRecord, SeveralSplitsError
+from whet.data.read.containers.locate import locate_containers, splits_in_folder
+from whet.data.read.containers.token_files import describe_mask_rules
 from whet.data.read.detection import detect_source_format, guess_fields
-from whet.data.read.formats import parser_of
-from whet.data.read.locate import locate_containers, splits_in_folder
-from whet.data.read.question_formats import parse_detected_prompt_completion
-from whet.data.read.record_fields import closest_key, describe_type, shorten
-from whet.data.read.token_files import describe_mask_rules
-from whet.data.read.unsupported_records import reject_unsupported
+from whet.data.read.records.formats import parser_of
+from whet.data.read.records.question_formats import parse_detected_prompt_completion
+from whet.data.read.records.record_fields import closest_key, describe_type, shorten
+from whet.data.read.records.unsupported_records import reject_unsupported
 
 _CONTENT_OPTIONS = {
     "format", "fields", "split", "subset", "start", "stop", "step", "max_samples", "where", "calculator", "mask",

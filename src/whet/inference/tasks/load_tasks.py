@@ -19,13 +19,19 @@ from whet.core.files import user_path
 from whet.data.builtin import BUILTIN_GENERATORS
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, Message, Origin
-from whet.data.read import question_formats
-from whet.data.read.container import DecodedRecord, RawRecord
-from whet.data.read.locate import locate_containers
-from whet.data.read.messages import RECORD_FIELDS, add_system_prompt, parse_message_list
-from whet.data.read.record_fields import decode_list, describe_type, find_optional, require_field, require_nonempty
+from whet.data.read.containers.container import DecodedRecord, RawRecord
+from whet.data.read.containers.locate import locate_containers
+from whet.data.read.records import question_formats
+from whet.data.read.records.messages import RECORD_FIELDS, add_system_prompt, parse_message_list
+from whet.data.read.records.record_fields import (
+    decode_list,
+    describe_type,
+    find_optional,
+    require_field,
+    require_nonempty,
+)
+from whet.data.read.records.tools import parse_tools
 from whet.data.read.sources import SourceReader
-from whet.data.read.tools import parse_tools
 from whet.inference.config import EvalConfig, TaskConfig
 from whet.inference.sandbox.sandbox import SandboxMode
 from whet.inference.tasks.scorers import (

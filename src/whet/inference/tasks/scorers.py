@@ -19,7 +19,7 @@ from whet.core.errors import WhetError
 from whet.core.files import read_text, user_path
 from whet.core.limits import limited
 from whet.core.plugins import load_plugin, require_number
-from whet.data.read.record_fields import describe_type
+from whet.data.read.records.record_fields import describe_type
 from whet.inference.config import TaskConfig
 from whet.inference.sandbox.sandbox import SandboxLimits, SandboxMode, require_sandbox, run_program
 from whet.inference.tasks.task import Example, Scorer

@@ -18,8 +18,8 @@ from whet.data.conversation import (
     Origin,
     calculator_messages,
 )
-from whet.data.read.messages import make_conversation, parse_message_list
-from whet.data.read.record_fields import (
+from whet.data.read.records.messages import make_conversation, parse_message_list
+from whet.data.read.records.record_fields import (
     EMPTY_VALUES,
     decode_list,
     describe_type,
@@ -31,7 +31,7 @@ from whet.data.read.record_fields import (
     require_text,
     shorten,
 )
-from whet.data.read.sharegpt import SHAREGPT_ROLES
+from whet.data.read.records.sharegpt import SHAREGPT_ROLES
 
 # alpaca: {"instruction": "…", "input": "…", "output": "…"}.
 #

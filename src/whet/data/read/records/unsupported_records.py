@@ -8,9 +8,9 @@ from typing import Any
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, ParsedRecord
-from whet.data.read.formats import TURN_LIST_FIELDS
-from whet.data.read.messages import MEDIA_KEYS, OTHER_WEIGHTS, RECORD_FIELDS
-from whet.data.read.record_fields import EMPTY_VALUES, find_optional, shorten
+from whet.data.read.records.formats import TURN_LIST_FIELDS
+from whet.data.read.records.messages import MEDIA_KEYS, OTHER_WEIGHTS, RECORD_FIELDS
+from whet.data.read.records.record_fields import EMPTY_VALUES, find_optional, shorten
 
 _UNSUPPORTED_KEYS = MEDIA_KEYS | {"chat_template_kwargs"}
 _CHECKED_KEYS = _UNSUPPORTED_KEYS | {"weight", "train", *OTHER_WEIGHTS, *RECORD_FIELDS["label"]}

@@ -13,7 +13,7 @@ from whet.core.files import hash_file
 from whet.data.config import MaskRules
 from whet.data.conversation import Origin, TokenizedDocument
 from whet.data.indexed_dataset import IndexedReader
-from whet.data.read.container import Container, RawRecord
+from whet.data.read.containers.container import Container, RawRecord
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -13,7 +13,7 @@ from whet.core.errors import BadRecordError, WhetError
 from whet.core.files import user_path
 from whet.core.hub import is_hub_name, reach_hub
 from whet.core.limits import limited
-from whet.data.read.container import Container, RawRecord, choose_split, require_pyarrow
+from whet.data.read.containers.container import Container, RawRecord, choose_split, require_pyarrow
 
 _BATCH_ROWS, _BATCH_BYTES = 128, 2**28
 _BATCH_SECONDS = 60.0

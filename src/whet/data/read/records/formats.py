@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, MarkedText, Origin, PlainText
-from whet.data.read.messages import (
+from whet.data.read.records.messages import (
     MESSAGES_FIELDS,
     RECORD_FIELDS,
     make_conversation,
@@ -16,7 +16,7 @@ from whet.data.read.messages import (
     parse_messages,
     recognise_messages,
 )
-from whet.data.read.question_formats import (
+from whet.data.read.records.question_formats import (
     ALPACA_FIELDS,
     ALPACA_OPTIONAL,
     ANSWER_WORDS,
@@ -35,8 +35,8 @@ from whet.data.read.question_formats import (
     recognise_multiple_choice,
     recognise_prompt_completion,
 )
-from whet.data.read.record_fields import match_fields, require_field, require_nonempty, require_object
-from whet.data.read.sharegpt import SHAREGPT_FIELDS, parse_sharegpt, recognise_sharegpt
+from whet.data.read.records.record_fields import match_fields, require_field, require_nonempty, require_object
+from whet.data.read.records.sharegpt import SHAREGPT_FIELDS, parse_sharegpt, recognise_sharegpt
 
 # Formats of one text: plain documents, text with turn markers, and transcripts.
 

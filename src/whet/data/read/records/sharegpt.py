@@ -7,7 +7,7 @@ from typing import Any
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Message, Origin
-from whet.data.read.messages import (
+from whet.data.read.records.messages import (
     check_message_order,
     has_other_content,
     is_turn_list,
@@ -15,7 +15,7 @@ from whet.data.read.messages import (
     parse_message,
     parse_train_flag,
 )
-from whet.data.read.record_fields import (
+from whet.data.read.records.record_fields import (
     closest_key,
     decode_list,
     describe_type,
@@ -25,7 +25,7 @@ from whet.data.read.record_fields import (
     require_text,
     shorten,
 )
-from whet.data.read.tools import parse_tool_call
+from whet.data.read.records.tools import parse_tool_call
 
 SHAREGPT_FIELDS = {
     "conversations": ("conversations", "conversation", "messages", "dialogue", "dialog", "chat", "turns"),

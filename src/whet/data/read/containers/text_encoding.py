@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from whet.data.read.container import marked_encoding, open_bytes
+from whet.data.read.containers.container import marked_encoding, open_bytes
 
 _LABELS = {
     "cp1252": "Windows-1252", "cp1250": "Windows-1250", "cp1254": "Windows-1254", "cp1257": "Windows-1257",

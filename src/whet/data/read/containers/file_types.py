@@ -8,13 +8,25 @@ from pathlib import Path
 
 from whet.core.errors import WhetError
 from whet.data.config import Source
-from whet.data.read.arrow_tables import ArrowTable, ParquetTable
-from whet.data.read.container import MAX_RECORD_BYTES, Container, detect_compression, marked_encoding, open_bytes
-from whet.data.read.excel_files import ExcelFile
-from whet.data.read.json_files import JsonArrayFile, JsonLinesFile, JsonObjectFile, is_list_of_records, is_record
-from whet.data.read.record_shapes import find_records_inside
-from whet.data.read.text_files import CsvFile, TextFile, is_table
-from whet.data.read.token_files import TokenFile
+from whet.data.read.containers.arrow_tables import ArrowTable, ParquetTable
+from whet.data.read.containers.container import (
+    MAX_RECORD_BYTES,
+    Container,
+    detect_compression,
+    marked_encoding,
+    open_bytes,
+)
+from whet.data.read.containers.excel_files import ExcelFile
+from whet.data.read.containers.json_files import (
+    JsonArrayFile,
+    JsonLinesFile,
+    JsonObjectFile,
+    is_list_of_records,
+    is_record,
+)
+from whet.data.read.containers.text_files import CsvFile, TextFile, is_table
+from whet.data.read.containers.token_files import TokenFile
+from whet.data.read.records.record_shapes import find_records_inside
 
 _JSONL_SUFFIXES, _JSON_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines"), (".json",)
 _PARQUET_SUFFIXES, _ARROW_SUFFIXES = (".parquet", ".pq"), (".arrow", ".feather", ".ipc")

@@ -15,9 +15,9 @@ from xml.etree import ElementTree
 
 from whet.compat.openpyxl_private import open_sheet_xml
 from whet.core.errors import WhetError
-from whet.data.read.container import Container, RawRecord, UnreadableRecord
-from whet.data.read.number_format import format_number
-from whet.data.read.text_files import (
+from whet.data.read.containers.container import Container, RawRecord, UnreadableRecord
+from whet.data.read.containers.number_format import format_number
+from whet.data.read.containers.text_files import (
     HEADER_ROWS,
     check_header,
     describe_unnamed,

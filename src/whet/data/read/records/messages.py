@@ -20,7 +20,7 @@ from whet.data.conversation import (
     ToolCall,
     calculator_messages,
 )
-from whet.data.read.record_fields import (
+from whet.data.read.records.record_fields import (
     EMPTY_VALUES,
     closest_key,
     decode_list,
@@ -30,7 +30,7 @@ from whet.data.read.record_fields import (
     require_text,
     shorten,
 )
-from whet.data.read.tools import parse_tool_call, parse_tool_calls, parse_tools
+from whet.data.read.records.tools import parse_tool_call, parse_tool_calls, parse_tools
 
 # The record: {"messages": [{"role": "user", "content": "…"}, …]}, or only the list.
 

@@ -19,11 +19,11 @@ from whet.core.errors import WhetError, first_line
 from whet.core.files import cache_dir, hash_json, read_json, temporary_path, user_path
 from whet.core.plugins import load_plugin
 from whet.data.config import Source
-from whet.data.read.arrow_tables import HubDataset
-from whet.data.read.container import SPLIT_WORDS, Container, choose_split
-from whet.data.read.file_types import DATA_SUFFIXES, TABLE_SUFFIXES, data_suffix, open_container
-from whet.data.read.json_files import JsonObjectFile
-from whet.data.read.text_files import CsvFile, TextFile
+from whet.data.read.containers.arrow_tables import HubDataset
+from whet.data.read.containers.container import SPLIT_WORDS, Container, choose_split
+from whet.data.read.containers.file_types import DATA_SUFFIXES, TABLE_SUFFIXES, data_suffix, open_container
+from whet.data.read.containers.json_files import JsonObjectFile
+from whet.data.read.containers.text_files import CsvFile, TextFile
 
 _EXAMPLE_RECORD = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
 

@@ -15,7 +15,7 @@ from typing import IO, NamedTuple
 
 from whet.core.display import is_valid_text
 from whet.core.errors import BadRecordError, WhetError
-from whet.data.read.container import (
+from whet.data.read.containers.container import (
     MAX_RECORD_BYTES,
     SAVE_AS_UTF8,
     Container,
@@ -29,10 +29,10 @@ from whet.data.read.container import (
     read_whole,
     record_too_long,
 )
-from whet.data.read.json_files import count_lines
-from whet.data.read.question_formats import ANSWER_WORDS, PROMPT_COMPLETION_FIELDS, QUESTION_WORDS
-from whet.data.read.record_fields import closest_key
-from whet.data.read.text_encoding import UTF8, detect_encoding
+from whet.data.read.containers.json_files import count_lines
+from whet.data.read.containers.text_encoding import UTF8, detect_encoding
+from whet.data.read.records.question_formats import ANSWER_WORDS, PROMPT_COMPLETION_FIELDS, QUESTION_WORDS
+from whet.data.read.records.record_fields import closest_key
 
 
 class CsvFile(Container):

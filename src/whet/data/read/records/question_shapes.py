@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from whet.data.read.question_formats import (
+from whet.data.read.records.question_formats import (
     ANSWER_WORDS,
     CONTEXT_WORDS,
     MORE_THAN_A_PROMPT,
@@ -13,7 +13,7 @@ from whet.data.read.question_formats import (
     QUESTION_WORDS,
     find_addition,
 )
-from whet.data.read.record_fields import closest_key
+from whet.data.read.records.record_fields import closest_key
 
 _PROMPTS, _COMPLETIONS = PROMPT_COMPLETION_FIELDS["prompt"], PROMPT_COMPLETION_FIELDS["completion"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from whet.core.errors import BadRecordError, WhetError
-from whet.data.read.container import (
+from whet.data.read.containers.container import (
     MAX_RECORD_BYTES,
     SAVE_AS_UTF8,
     Container,
@@ -27,11 +27,11 @@ from whet.data.read.container import (
     record_too_long,
     unique_keys,
 )
-from whet.data.read.formats import FORMATS
-from whet.data.read.messages import RECORD_FIELDS
-from whet.data.read.question_formats import MORE_THAN_A_PROMPT
-from whet.data.read.question_shapes import find_names
-from whet.data.read.record_fields import EMPTY_VALUES
+from whet.data.read.records.formats import FORMATS
+from whet.data.read.records.messages import RECORD_FIELDS
+from whet.data.read.records.question_formats import MORE_THAN_A_PROMPT
+from whet.data.read.records.question_shapes import find_names
+from whet.data.read.records.record_fields import EMPTY_VALUES
 
 _COUNT_CHUNK_BYTES = 2**20
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import ToolCall
-from whet.data.read.record_fields import (
+from whet.data.read.records.record_fields import (
     EMPTY_VALUES,
     decode_list,
     describe_type,

@@ -10,10 +10,10 @@ from typing import Any
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Origin
-from whet.data.read.formats import FORMATS, begins_chat
-from whet.data.read.json_files import is_list_of_records, is_record
-from whet.data.read.messages import MESSAGES_EXAMPLE, TEXT_KEYS, is_turn_list
-from whet.data.read.nested_records import (
+from whet.data.read.containers.json_files import is_list_of_records, is_record
+from whet.data.read.records.formats import FORMATS, begins_chat
+from whet.data.read.records.messages import MESSAGES_EXAMPLE, TEXT_KEYS, is_turn_list
+from whet.data.read.records.nested_records import (
     TURN_LISTS,
     append_answer,
     last_speaker,
@@ -22,10 +22,10 @@ from whet.data.read.nested_records import (
     name_turns_with_text,
     unwrap,
 )
-from whet.data.read.question_formats import ANSWER_WORDS, CHOICE_COLUMN, lettered_choices
-from whet.data.read.question_shapes import find_context, find_names, name_addition
-from whet.data.read.record_fields import closest_key, decode_list
-from whet.data.read.sharegpt import SHAREGPT_CALLS, SHAREGPT_ROLES
+from whet.data.read.records.question_formats import ANSWER_WORDS, CHOICE_COLUMN, lettered_choices
+from whet.data.read.records.question_shapes import find_context, find_names, name_addition
+from whet.data.read.records.record_fields import closest_key, decode_list
+from whet.data.read.records.sharegpt import SHAREGPT_CALLS, SHAREGPT_ROLES
 
 Record = Mapping[str, Any]
 

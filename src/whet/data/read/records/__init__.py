@@ -1,0 +1,1 @@
+"""From a decoded record to a conversation or a document: every format, and the shapes that no format reads."""
