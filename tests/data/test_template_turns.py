@@ -66,6 +66,22 @@ def test_a_prompt_that_is_always_appended_is_not_learned(system: str, eos: str |
     assert Renderer(tokenizer, "assistant").end_of_turn() == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
+@pytest.mark.parametrize("eos", ["<|im_end|>", None], ids=["known", "unknown"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_part_of_the_prompt_that_is_always_appended_is_not_learned(eos: str | None, count: int) -> None:
+    """As in Command A's template, whose flag adds only the last marker of the prompt."""
+    part = "{{ '<|im_start|>assistant\n' }}{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}"
+    tokenizer = tokenizer_with(TURNS_ONLY + part, eos=eos)
+    assert learned(tokenizer, *TURNS[:count]) == "¦".join(["Yes<|im_end|>", "No.<|im_end|>"][: count // 2])
+
+
+def test_a_marker_that_closes_the_conversation_is_not_learned_as_the_end_of_a_turn() -> None:
+    closed = CHATML_TEMPLATE.replace("{% endif %}", "{% else %}{{ '<|closed|>' }}{% endif %}")
+    tokenizer = tokenizer_with(closed, "<|closed|>", eos=None)
+    assert learned(tokenizer, *TURNS[:2]) == "Yes<|im_end|>"
+    assert learned(tokenizer, *TURNS) == "Yes<|im_end|>¦No.<|im_end|>"
+
+
 def test_a_prompt_that_is_always_appended_is_no_end_of_turn() -> None:
     template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}{{ '<|assistant|>' }}"
     tokenizer = tokenizer_with(template, "<|user|>", "<|assistant|>")

@@ -192,10 +192,10 @@ class LayoutFinder:
         respaced, shared = len(following) - len(after), tail.lstrip()
         shared = shared[: common_prefix_length(shared, after)]
         may_prompt = self._template.ignores_prompt_flag(messages[:turn], tools)
+        continued = self._template.render_or_none([*messages, self._question], tools)
+        continued = tail if continued is None else sentinels.tail(continued)
         if may_prompt:
-            answered = self._template.render_or_none([*messages, self._question], tools)
-            if answered is not None:
-                shared = shared[: common_prefix_length(shared, sentinels.tail(answered).lstrip())]
+            shared = shared[: common_prefix_length(shared, continued.lstrip())]
         found = self._markers.pattern.finditer(after)  # in `shared`, the last one could be cut in two
         markers = list(itertools.takewhile(lambda marker: marker.end() <= len(shared), found))
         if "tool_calls" in messages[turn] or not sentinels.has_answer(turn):
@@ -203,7 +203,8 @@ class LayoutFinder:
             ends = (self.end_of_turn_marker(tools), INLINE_CALL_TOKENS[1])
             markers = [marker for marker in markers if marker.group() in ends]
         if markers:
-            end = markers[0 if may_prompt else -1]
+            closes_conversation = not continued.startswith(tail.rstrip())  # such as with a part of the next header
+            end = markers[0 if may_prompt or closes_conversation else -1]
             return respaced + end.start(), respaced + end.end()
         edge = sentinels.whitespace_at_end(turn)
         edge = edge if tail.startswith(edge) and following.startswith(edge) else ""
