@@ -191,6 +191,20 @@ def test_a_call_begins_where_the_prefill_does(markers: tuple[str, ...]) -> None:
     assert result.notes == (PREFILL_MISSING,)
 
 
+def test_a_call_may_have_its_id_only_where_the_result_follows() -> None:
+    """As in Apriel's templates. The next turn does not end it."""
+    ids = CALL.replace("<think>\n", "").replace("{% for c", "{% set last = loop.last %}{% for c")
+    ids = ids.replace("c.function.name", "c.function.name + ('' if last else ' as ' ~ c.id)")
+    call = Message("assistant", "", tool_calls=(ToolCall("look", {}, "c1"),))
+    messages = (Message("user", "Hi"), call, Message("tool", "7", tool_call_id="c1"), Message("assistant", "Seven."))
+    tokenizer = tokenizer_with(ids, "<tool_call>", "</tool_call>")
+    result = rendered(tokenizer, Conversation(messages, Origin("here", 1), (PROBE_TOOL,)))
+    assert supervised_text(tokenizer, result) == "<tool_call>look as c1</tool_call><|im_end|>¦Seven.<|im_end|>"
+    open_ended = ids.replace("{{ '<|im_end|>\n' }}", "{{ '<|im_end|>\n' if last or m.role != 'assistant' }}")
+    with pytest.raises(BadRecordError, match="no end-of-turn token after message 2"):
+        rendered(tokenizer_with(open_ended, "<tool_call>", "</tool_call>"), Conversation(messages, Origin("here", 1)))
+
+
 @pytest.mark.parametrize("prefill", ["<think>", "<|START_THINKING|><|END_THINKING|>", "<|channel>thought\n<channel|>"])
 def test_a_turn_that_begins_with_another_marker_than_the_prefill_is_learned_from_there(prefill: str) -> None:
     template = CHATML_TEMPLATE.replace("assistant\n' }}", f"assistant\n{prefill}' }}}}")

@@ -186,7 +186,9 @@ class LayoutFinder:
         messages = sentinels.messages[: turn + 1]
         tail = sentinels.tail(self._template.render(messages, tools))
         own, met = self._markers.stop_pattern.search(tail), self._markers.stop_pattern.search(following)
-        if met and following[: met.start()].split() == tail[: own.start() if own else None].split():
+        is_call = "tool_calls" in messages[turn]
+        alone, within = tail[: own.start() if own else None], following[: met.start() if met else None]
+        if met and (alone.split() == within.split() or (is_call and own and self._adds_words(alone, within))):
             return met.span()
         after = following.lstrip()
         respaced, shared = len(following) - len(after), tail.lstrip()
@@ -198,7 +200,7 @@ class LayoutFinder:
             shared = shared[: common_prefix_length(shared, continued.lstrip())]
         found = self._markers.pattern.finditer(after)  # in `shared`, the last one could be cut in two
         markers = list(itertools.takewhile(lambda marker: marker.end() <= len(shared), found))
-        if "tool_calls" in messages[turn] or not sentinels.has_answer(turn):
+        if is_call or not sentinels.has_answer(turn):
             # the marker that closes a call or reasoning does not end the turn, unless the call is inline
             ends = (self.end_of_turn_marker(tools), INLINE_CALL_TOKENS[1])
             markers = [marker for marker in markers if marker.group() in ends]
@@ -215,6 +217,13 @@ class LayoutFinder:
             "no end of turn",
             f"the chat template writes no end-of-turn token after message {turn + 1}, so the model could not learn to "
             f"stop. {self._end_of_turn_remedy(tools)}",
+        )
+
+    def _adds_words(self, alone: str, within: str) -> bool:
+        """Whether what follows a call differs only in words of the template, such as the call's id where its result
+        follows."""
+        return SentinelMessages.tail(within) == within and (
+            self._markers.pattern.findall(alone) == self._markers.pattern.findall(within)
         )
 
     def _end_of_turn_remedy(self, tools: Tools) -> str:
