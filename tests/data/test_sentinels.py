@@ -111,6 +111,8 @@ def test_changed_dropped_or_repeated_text_is_refused(change: Any, wanted: str) -
     output = change(rendered_sentinels(sentinels))
     text = change("Hi there") if wanted != "template rewrites" else "Hi there"
     assert reason(text, output, sentinels) == wanted
+    with pytest.raises(BadRecordError, match=r"[Uu]se a template that writes it.*: data\.template=FILE\.jinja"):
+        sentinels.verify(text, output)
 
 
 def test_reordered_text_is_refused() -> None:
@@ -121,6 +123,7 @@ def test_reordered_text_is_refused() -> None:
         with pytest.raises(BadRecordError) as refused:
             sentinels.verify(restored, output).message_span(turn)
         assert refused.value.reason == "template reorders text"
+        assert "Use a template that writes it unchanged: data.template=FILE.jinja" in str(refused.value)
 
 
 def test_earlier_reasoning_may_be_dropped_and_is_noted() -> None:

@@ -107,7 +107,7 @@ def test_a_prompt_that_goes_on_beyond_the_conversation_is_refused(more: str) -> 
     tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("assistant\n' }}", f"assistant\n{more}' }}}}"), "<|b|>")
     error = refusal(tokenizer, *TURNS)
     assert error.reason == "no common header"
-    assert f"which has {more!r} where the message has 'Yes'" in str(error)
+    assert f"which has {more!r} where the message has 'Yes'. Make them the same in a copy of the tem" in str(error)
 
 
 def test_a_template_that_writes_nothing_before_an_answer_is_refused() -> None:
@@ -127,6 +127,18 @@ def test_the_remedy_for_a_template_that_names_no_speaker_works() -> None:
     found = re.search(r"such as (\{%.*endif %\}): data\.template=FILE\.jinja", str(error))
     assert found
     assert learned(tokenizer_with(found[1], eos="<|im_end|>"), *TURNS) == "Yes<|im_end|>¦No.<|im_end|>"
+
+
+@pytest.mark.parametrize("asks", ["messages[-1].role == 'user'", "true"], ids=["nothing", "another header"])
+def test_two_answers_in_a_row_are_to_be_joined_where_the_second_has_no_prompt(asks: str) -> None:
+    header = "{{ '<|im_start|>' + m.role + '\n' if loop.first or m.role != loop.previtem.role }}"
+    end = "{{ '<|im_end|>\n' if m.role == 'user' or not add_generation_prompt }}"
+    prompt = f"{{% if add_generation_prompt and {asks} %}}{{{{ '<|im_start|>assistant\n' }}}}{{% endif %}}"
+    tokenizer = tokenizer_with(f"{{% for m in messages %}}{header}{{{{ m.content }}}}{end}{{% endfor %}}{prompt}")
+    error = refusal(tokenizer, *TURNS[:2], ("assistant", "No."))
+    assert error.reason == "no common header"
+    assert str(error).endswith(". Join it with message 2, which is the assistant's, too")
+    assert learned(tokenizer, TURNS[0], ("assistant", "Yes\n\nNo.")) == "Yes\n\nNo.<|im_end|>"
 
 
 def test_what_the_prompt_gives_is_not_learned_where_the_answer_begins_with_it() -> None:

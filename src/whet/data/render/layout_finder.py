@@ -140,14 +140,14 @@ class LayoutFinder:
 
         prompt = sentinels.tail(self._template.render(sentinels.messages[:turn], tools, prompt=True))
         respaced = _with_whitespace_of(text[previous:first], prompt)
-        header = self._header_length(respaced, text[previous:last], turn)
+        header = self._header_length(respaced, text[previous:last], turn, sentinels.messages[turn - 1]["role"])
         start = previous + header
         if header == len(respaced) and not text[start].isspace():
             start -= self._prompt_encoder.open_end(f"x{respaced}")  # x: the message before it
         marker, end = self._end_of_turn(sentinels, turn, tools, rendering.text[last:])
         return (start, last + marker, last + end), respaced[header:].strip(), respaced != prompt
 
-    def _header_length(self, prompt: str, text: str, turn: int) -> int:
+    def _header_length(self, prompt: str, text: str, turn: int, role_before: str) -> int:
         """How many characters the generation prompt and a turn have in common, both from the text before them on.
 
         All that the prompt has must be in the turn, except a reasoning prefill, of which no tag is cut in two.
@@ -158,18 +158,20 @@ class LayoutFinder:
             whole = [*self._markers.pattern.finditer(text), *REASONING_TAG.finditer(prompt)]
             header = min([header, *(each.start() for each in whole if each.start() < header < each.end())])
             header = header if prefill and header >= prefill.start() else 0
+        remedy = f"Join it with message {turn}, which is the assistant's, too" if role_before == "assistant" else None
         if not prompt:
             raise BadRecordError(
                 "no common header",
                 f"the chat template writes nothing before message {turn + 1} that would tell the model to answer. "
-                f"{self._header_remedy()}",
+                f"{remedy or self._header_remedy()}",
             )
         if not header:
             given, written = (each[same : same + SHOWN_CHARACTERS] for each in (prompt, text))
             raise BadRecordError(
                 "no common header",
                 f"the chat template starts message {turn + 1} differently from its generation prompt, which has "
-                f"{given!r} where the message has {written!r}",
+                f"{given!r} where the message has {written!r}. "
+                f"{remedy or 'Make them the same in a copy of the template: data.template=COPY.jinja'}",
             )
         return header
 
@@ -188,7 +190,7 @@ class LayoutFinder:
         own, met = self._markers.stop_pattern.search(tail), self._markers.stop_pattern.search(following)
         is_call = "tool_calls" in messages[turn]
         alone, within = tail[: own.start() if own else None], following[: met.start() if met else None]
-        if met and (alone.split() == within.split() or (is_call and own and self._adds_words(alone, within))):
+        if met and (alone.split() == within.split() or (is_call and own and self._same_markers(alone, within))):
             return met.span()
         after = following.lstrip()
         respaced, shared = len(following) - len(after), tail.lstrip()
@@ -219,12 +221,11 @@ class LayoutFinder:
             f"stop. {self._end_of_turn_remedy(tools)}",
         )
 
-    def _adds_words(self, alone: str, within: str) -> bool:
-        """Whether what follows a call differs only in words of the template, such as the call's id where its result
-        follows."""
-        return SentinelMessages.tail(within) == within and (
-            self._markers.pattern.findall(alone) == self._markers.pattern.findall(within)
-        )
+    def _same_markers(self, alone: str, within: str) -> bool:
+        """Whether what follows a call has the same markers and no text of a message in both: only the template's words
+        differ, such as the call's id, which some write where the result follows."""
+        is_template = SentinelMessages.tail(within) == within
+        return is_template and self._markers.pattern.findall(alone) == self._markers.pattern.findall(within)
 
     def _end_of_turn_remedy(self, tools: Tools) -> str:
         question, answer = (message.as_dict(self._template.content_parts) for message in PROBE.messages)

@@ -29,6 +29,7 @@ TOO_LONG_TO_MASK = "too long to mask"
 """The ledger's reason for a conversation with more characters than there are sentinels."""
 
 SHOWN_CHARACTERS = 40  # of a text in an error message
+_OTHER_TEMPLATE = "Use a template that writes it unchanged: data.template=FILE.jinja"
 
 TextTransform = Callable[[str, str], str]
 """(text, kind) → text; the kind is reasoning, content, name or value."""
@@ -168,12 +169,13 @@ class SentinelMessages:
             raise BadRecordError(
                 "template rewrites",
                 f"the chat template changes the text of a message: it writes {written!r} instead of {given!r}, so no "
-                "exact mask exists",
+                f"exact mask exists. {_OTHER_TEMPLATE}",
             )
         times = np.bincount(sources, minlength=len(self._originals))
         if ((times > 1) & ~self._may_repeat).any():
             raise BadRecordError(
-                "template repeats text", "the chat template repeats the text of a message, so no exact mask exists"
+                "template repeats text",
+                f"the chat template repeats the text of a message, so no exact mask exists. {_OTHER_TEMPLATE}",
             )
         missing = self._is_replaced & (times == 0)
         if (missing & ~self._is_droppable).any():
@@ -253,7 +255,8 @@ class SentinelRendering:
         slots, steps = self.slots[mine], np.diff(self.sources[mine].astype(np.int64))
         if len(mine) != mine[-1] - mine[0] + 1 or (steps[slots[1:] == slots[:-1]] <= 0).any():
             raise BadRecordError(
-                "template reorders text", f"the chat template reorders the text of message {message + 1}"
+                "template reorders text",
+                f"the chat template reorders the text of message {message + 1}. {_OTHER_TEMPLATE}",
             )
         return int(self.positions[mine[0]]), int(self.positions[mine[-1]]) + 1
 
