@@ -115,6 +115,12 @@ def test_constants_in_variables_and_loops_are_compared_with_too() -> None:
     assert ChatTemplate(source, {}).constants() == ("<a>", "<b>", "<c>", "<d>", "<e>", "x")
 
 
+def test_what_a_generation_block_sets_is_not_set_behind_it() -> None:
+    template = "{% set x = 'a' %}{% generation %}{% set x = 'b' %}{{ x }}{% endgeneration %}{{ x }}"
+    text = small_tokenizer(template, ()).apply_chat_template(TALK, tokenize=False)
+    assert ChatTemplate(template, {}).render(TALK) == text == "ba"
+
+
 def test_invalid_jinja_is_an_error_and_a_failing_template_a_bad_record() -> None:
     with pytest.raises(WhetError, match="not valid Jinja"):
         ChatTemplate("{% if %}", {})
