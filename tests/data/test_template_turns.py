@@ -325,6 +325,14 @@ def test_the_remedy_for_answers_without_any_end_works() -> None:
     ]  # fmt: skip
 
 
+def test_the_remedy_for_an_end_of_turn_that_is_no_token_works() -> None:
+    with pytest.raises(BadRecordError) as caught:
+        learned(small_tokenizer(CHATML_TEMPLATE, ("</s>",), eos="</s>"), *TURNS)
+    assert "It writes <|im_end|>, which is not a token: add it with model.add_tokens" in str(caught.value)
+    tokenizer = small_tokenizer(CHATML_TEMPLATE, ("</s>", "<|im_end|>"), eos="</s>")
+    assert learned(tokenizer, *TURNS) == "Yes<|im_end|>¦No.<|im_end|>"
+
+
 # Tools that the template requires
 
 NEEDS_TOOLS = "{{ '<|im_start|>system\n' + (tools | length) | string + ' tools<|im_end|>\n' }}" + CALL.replace(

@@ -238,6 +238,9 @@ class LayoutFinder:
             line = f"{{%- if not add_generation_prompt %}}{{{{ {stop.group()!r} }}}}{{% endif %}}"
             return f"Append {line} to a copy of the template, and use that: data.template=COPY.jinja"
         token = self._eos_token or "an end-of-turn token"
+        written = _LIKE_A_MARKER.match(alone)
+        if written and written[1] not in self._markers.ids:
+            return f"It writes {written[1]}, which is not a token: add it with model.add_tokens"
         return f"Write {token} after each answer and call in a copy of the template: data.template=COPY.jinja"
 
     def end_of_turn_marker(self, tools: Tools) -> str | None:
@@ -263,6 +266,8 @@ class LayoutFinder:
         return header if header.strip() else ""
 
 
+_LIKE_A_MARKER = re.compile(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])")
+"""What a template writes after an answer as a marker, such as `<|im_end|>`."""
 _REASONING_PREFILL = re.compile(rf"\s*((?:{REASONING_TAG.pattern})\s*)+$", re.IGNORECASE)
 """What opens reasoning at the end of a generation prompt, such as `<think>⏎`; a turn without reasoning has it not."""
 
