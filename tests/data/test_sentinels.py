@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -191,11 +192,21 @@ def learned(source: str, conversation: Conversation) -> str:
 
 @pytest.mark.parametrize("value", ["Rīga", "q\"uo'te\\", "two\nlines", "", 3, 2.5, None, True, [1, "x"], {"a": ["ā"]}])
 def test_tool_calls_are_supervised_as_the_template_writes_them(value: Any) -> None:
-    import json
-
     written = json.dumps(value, ensure_ascii=False)
     assert learned(CALLING, use_of({"v": value})) == f"<call>weather v={written}</call><|im_end|>¦It is.<|im_end|>"
     assert learned(CALLING, use_of({"v": value}, "So:")).startswith("So:<call>weather")
+
+
+@pytest.mark.parametrize("value", ["Riga", "q\"uo'te\\", ["x", {"a": "y z"}], {"a": ["it's", 3, None]}])
+def test_arguments_may_be_written_as_python_does_or_in_ascii(value: Any) -> None:
+    """As in Llama 4's template for Python calls, and Reka's."""
+    ascii_only = CALLING.replace("tojson", "tojson(ensure_ascii=True)")
+    assert learned(ascii_only, use_of({"v": value})).startswith(f"<call>weather v={json.dumps(value)}</call><|im_end|>")
+    python = CALLING.replace("| tojson", "| string")
+    assert learned(python, use_of({"v": value})).startswith(f"<call>weather v={value}</call><|im_end|>")
+    assert learned(python, use_of({"v": ["Rīga"]})).startswith("<call>weather v=['Rīga']</call><|im_end|>")
+    with pytest.raises(BadRecordError, match="changes the text of a message"):
+        learned(ascii_only, use_of({"v": "Rīga"}))
 
 
 def test_the_name_of_a_tool_may_be_repeated_and_its_arguments_may_not() -> None:
