@@ -106,6 +106,21 @@ def test_constants_are_what_a_template_compares_with_or_searches_for() -> None:
     assert ChatTemplate(source, {}).constants() == ("</think>", "a", "b", "d", "e", "f")
 
 
+def test_constants_in_variables_and_loops_are_compared_with_too() -> None:
+    source = (
+        "{% set tag = '<a>' %}{% set tags = ['<b>', {'x': '<c>'}] %}{% if c[:3] == tag %}{% endif %}"
+        "{% for each in ('<d>', '<e>') %}{% if each in c %}{% endif %}{% endfor %}"
+        "{% set text = '<printed>' ~ c %}"
+    )
+    assert ChatTemplate(source, {}).constants() == ("<a>", "<b>", "<c>", "<d>", "<e>", "x")
+
+
+def test_what_a_generation_block_sets_is_not_set_behind_it() -> None:
+    template = "{% set x = 'a' %}{% generation %}{% set x = 'b' %}{{ x }}{% endgeneration %}{{ x }}"
+    text = small_tokenizer(template, ()).apply_chat_template(TALK, tokenize=False)
+    assert ChatTemplate(template, {}).render(TALK) == text == "ba"
+
+
 def test_invalid_jinja_is_an_error_and_a_failing_template_a_bad_record() -> None:
     with pytest.raises(WhetError, match="not valid Jinja"):
         ChatTemplate("{% if %}", {})

@@ -86,6 +86,22 @@ def test_an_answer_of_template_constants_is_learned_beside_text_that_the_templat
     assert supervised_text(tokenizer, render(tokenizer, turns)) == "b<|im_end|>¦user<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    "search",
+    ["{% set tag = '<result>' %}{% set ns.found = content[:8] == tag %}",
+     "{% for tag in ['<result>'] %}{% if content[:8] == tag %}{% set ns.found = true %}{% endif %}{% endfor %}"],
+    ids=["variable", "loop"],
+)  # fmt: skip
+def test_a_template_may_name_the_constants_that_it_searches_for(search: str) -> None:
+    """As Unsloth's template for Qwen3, which looks for results of tools in user turns."""
+    start = "{% set ns = namespace(found=false) %}{% set content = messages[0].content %}"
+    template = CHATML_TEMPLATE.replace("m['content']", "('[' if ns.found else '(') + m['content']")
+    tokenizer = tokenizer_with(start + search + template)
+    for question, opened in (("<result>7</result>", "["), ("Hi", "(")):
+        turns = [("user", question), ("assistant", "Yes")]
+        assert supervised_text(tokenizer, render(tokenizer, turns)) == f"{opened}Yes<|im_end|>"
+
+
 @pytest.mark.parametrize("expression", ["1 // 0", "range(10**9) | list", "'{}{}'.format(1)", "cycler().next()"])
 def test_a_template_that_fails_in_any_way_is_refused(expression: str) -> None:
     tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("m['content']", f"m['content'] ~ ({expression})"))

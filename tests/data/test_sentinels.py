@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -111,6 +112,8 @@ def test_changed_dropped_or_repeated_text_is_refused(change: Any, wanted: str) -
     output = change(rendered_sentinels(sentinels))
     text = change("Hi there") if wanted != "template rewrites" else "Hi there"
     assert reason(text, output, sentinels) == wanted
+    with pytest.raises(BadRecordError, match=r"[Uu]se a template that writes it.*: data\.template=FILE\.jinja"):
+        sentinels.verify(text, output)
 
 
 def test_reordered_text_is_refused() -> None:
@@ -121,6 +124,7 @@ def test_reordered_text_is_refused() -> None:
         with pytest.raises(BadRecordError) as refused:
             sentinels.verify(restored, output).message_span(turn)
         assert refused.value.reason == "template reorders text"
+        assert "Use a template that writes it unchanged: data.template=FILE.jinja" in str(refused.value)
 
 
 def test_earlier_reasoning_may_be_dropped_and_is_noted() -> None:
@@ -188,11 +192,21 @@ def learned(source: str, conversation: Conversation) -> str:
 
 @pytest.mark.parametrize("value", ["Rīga", "q\"uo'te\\", "two\nlines", "", 3, 2.5, None, True, [1, "x"], {"a": ["ā"]}])
 def test_tool_calls_are_supervised_as_the_template_writes_them(value: Any) -> None:
-    import json
-
     written = json.dumps(value, ensure_ascii=False)
     assert learned(CALLING, use_of({"v": value})) == f"<call>weather v={written}</call><|im_end|>¦It is.<|im_end|>"
     assert learned(CALLING, use_of({"v": value}, "So:")).startswith("So:<call>weather")
+
+
+@pytest.mark.parametrize("value", ["Riga", "q\"uo'te\\", ["x", {"a": "y z"}], {"a": ["it's", 3, None]}])
+def test_arguments_may_be_written_as_python_does_or_in_ascii(value: Any) -> None:
+    """As in Llama 4's template for Python calls, and Reka's."""
+    ascii_only = CALLING.replace("tojson", "tojson(ensure_ascii=True)")
+    assert learned(ascii_only, use_of({"v": value})).startswith(f"<call>weather v={json.dumps(value)}</call><|im_end|>")
+    python = CALLING.replace("| tojson", "| string")
+    assert learned(python, use_of({"v": value})).startswith(f"<call>weather v={value}</call><|im_end|>")
+    assert learned(python, use_of({"v": ["Rīga"]})).startswith("<call>weather v=['Rīga']</call><|im_end|>")
+    with pytest.raises(BadRecordError, match="changes the text of a message"):
+        learned(ascii_only, use_of({"v": "Rīga"}))
 
 
 def test_the_name_of_a_tool_may_be_repeated_and_its_arguments_may_not() -> None:

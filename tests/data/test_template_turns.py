@@ -66,6 +66,22 @@ def test_a_prompt_that_is_always_appended_is_not_learned(system: str, eos: str |
     assert Renderer(tokenizer, "assistant").end_of_turn() == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
+@pytest.mark.parametrize("eos", ["<|im_end|>", None], ids=["known", "unknown"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_part_of_the_prompt_that_is_always_appended_is_not_learned(eos: str | None, count: int) -> None:
+    """As in Command A's template, whose flag adds only the last marker of the prompt."""
+    part = "{{ '<|im_start|>assistant\n' }}{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}"
+    tokenizer = tokenizer_with(TURNS_ONLY + part, eos=eos)
+    assert learned(tokenizer, *TURNS[:count]) == "¦".join(["Yes<|im_end|>", "No.<|im_end|>"][: count // 2])
+
+
+def test_a_marker_that_closes_the_conversation_is_not_learned_as_the_end_of_a_turn() -> None:
+    closed = CHATML_TEMPLATE.replace("{% endif %}", "{% else %}{{ '<|closed|>' }}{% endif %}")
+    tokenizer = tokenizer_with(closed, "<|closed|>", eos=None)
+    assert learned(tokenizer, *TURNS[:2]) == "Yes<|im_end|>"
+    assert learned(tokenizer, *TURNS) == "Yes<|im_end|>¦No.<|im_end|>"
+
+
 def test_a_prompt_that_is_always_appended_is_no_end_of_turn() -> None:
     template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}{{ '<|assistant|>' }}"
     tokenizer = tokenizer_with(template, "<|user|>", "<|assistant|>")
@@ -91,7 +107,7 @@ def test_a_prompt_that_goes_on_beyond_the_conversation_is_refused(more: str) -> 
     tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("assistant\n' }}", f"assistant\n{more}' }}}}"), "<|b|>")
     error = refusal(tokenizer, *TURNS)
     assert error.reason == "no common header"
-    assert f"which has {more!r} where the message has 'Yes'" in str(error)
+    assert f"which has {more!r} where the message has 'Yes'. Make them the same in a copy of the tem" in str(error)
 
 
 def test_a_template_that_writes_nothing_before_an_answer_is_refused() -> None:
@@ -111,6 +127,18 @@ def test_the_remedy_for_a_template_that_names_no_speaker_works() -> None:
     found = re.search(r"such as (\{%.*endif %\}): data\.template=FILE\.jinja", str(error))
     assert found
     assert learned(tokenizer_with(found[1], eos="<|im_end|>"), *TURNS) == "Yes<|im_end|>¦No.<|im_end|>"
+
+
+@pytest.mark.parametrize("asks", ["messages[-1].role == 'user'", "true"], ids=["nothing", "another header"])
+def test_two_answers_in_a_row_are_to_be_joined_where_the_second_has_no_prompt(asks: str) -> None:
+    header = "{{ '<|im_start|>' + m.role + '\n' if loop.first or m.role != loop.previtem.role }}"
+    end = "{{ '<|im_end|>\n' if m.role == 'user' or not add_generation_prompt }}"
+    prompt = f"{{% if add_generation_prompt and {asks} %}}{{{{ '<|im_start|>assistant\n' }}}}{{% endif %}}"
+    tokenizer = tokenizer_with(f"{{% for m in messages %}}{header}{{{{ m.content }}}}{end}{{% endfor %}}{prompt}")
+    error = refusal(tokenizer, *TURNS[:2], ("assistant", "No."))
+    assert error.reason == "no common header"
+    assert str(error).endswith(". Join it with message 2, which is the assistant's, too")
+    assert learned(tokenizer, TURNS[0], ("assistant", "Yes\n\nNo.")) == "Yes\n\nNo.<|im_end|>"
 
 
 def test_what_the_prompt_gives_is_not_learned_where_the_answer_begins_with_it() -> None:
@@ -173,6 +201,20 @@ def test_a_call_begins_where_the_prefill_does(markers: tuple[str, ...]) -> None:
     result = rendered(tokenizer, Conversation((Message("user", "Hi"), call), Origin("here", 1)))
     assert supervised_text(tokenizer, result) == "<tool_call>look</tool_call><|im_end|>"
     assert result.notes == (PREFILL_MISSING,)
+
+
+def test_a_call_may_have_its_id_only_where_the_result_follows() -> None:
+    """As in Apriel's templates. The next turn does not end it."""
+    ids = CALL.replace("<think>\n", "").replace("{% for c", "{% set last = loop.last %}{% for c")
+    ids = ids.replace("c.function.name", "c.function.name + ('' if last else ' as ' ~ c.id)")
+    call = Message("assistant", "", tool_calls=(ToolCall("look", {}, "c1"),))
+    messages = (Message("user", "Hi"), call, Message("tool", "7", tool_call_id="c1"), Message("assistant", "Seven."))
+    tokenizer = tokenizer_with(ids, "<tool_call>", "</tool_call>")
+    result = rendered(tokenizer, Conversation(messages, Origin("here", 1), (PROBE_TOOL,)))
+    assert supervised_text(tokenizer, result) == "<tool_call>look as c1</tool_call><|im_end|>¦Seven.<|im_end|>"
+    open_ended = ids.replace("{{ '<|im_end|>\n' }}", "{{ '<|im_end|>\n' if last or m.role != 'assistant' }}")
+    with pytest.raises(BadRecordError, match="no end-of-turn token after message 2"):
+        rendered(tokenizer_with(open_ended, "<tool_call>", "</tool_call>"), Conversation(messages, Origin("here", 1)))
 
 
 @pytest.mark.parametrize("prefill", ["<think>", "<|START_THINKING|><|END_THINKING|>", "<|channel>thought\n<channel|>"])
@@ -281,6 +323,14 @@ def test_the_remedy_for_answers_without_any_end_works() -> None:
     assert [part.strip() for part in learned(tokenizer_with(better), *TURNS).split("¦")] == [
         "Yes<|im_end|>", "No.<|im_end|>",
     ]  # fmt: skip
+
+
+def test_the_remedy_for_an_end_of_turn_that_is_no_token_works() -> None:
+    with pytest.raises(BadRecordError) as caught:
+        learned(small_tokenizer(CHATML_TEMPLATE, ("</s>",), eos="</s>"), *TURNS)
+    assert "It writes <|im_end|>, which is not a token: add it with model.add_tokens" in str(caught.value)
+    tokenizer = small_tokenizer(CHATML_TEMPLATE, ("</s>", "<|im_end|>"), eos="</s>")
+    assert learned(tokenizer, *TURNS) == "Yes<|im_end|>¦No.<|im_end|>"
 
 
 # Tools that the template requires

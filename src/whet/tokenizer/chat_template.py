@@ -54,9 +54,10 @@ class _GenerationTag(Extension):
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        # a scope, as in transformers: what is set inside is not set behind it
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -167,16 +168,16 @@ class ChatTemplate:
             raise BadRecordError("template refuses", f"the chat template refuses it: {error}") from None
 
     def constants(self) -> tuple[str, ...]:
-        """Every string that the template compares with or searches for, such as `</think>`."""
+        """Every string that the template compares with or searches for, such as `</think>`, or names in a variable."""
         with template_limits():
-            found = {
-                constant.value
-                for kind in (nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)
-                for parent in self._tree.find_all(kind)
-                for constant in parent.find_all(nodes.Const)
-                if isinstance(constant.value, str) and constant.value.strip()
-            }
-        return tuple(sorted(found))
+            named = [assign.node for assign in self._tree.find_all(nodes.Assign)]
+            looped = [loop.iter for loop in self._tree.find_all(nodes.For)]
+            places: list[nodes.Node] = [value for value in (*named, *looped) if isinstance(value, nodes.Literal)]
+            for kind in (nodes.Compare, nodes.Call, nodes.Filter, nodes.Test):
+                places += self._tree.find_all(kind)
+            constants = (each for place in places for each in (place, *place.find_all(nodes.Const)))
+            found = {each.value for each in constants if isinstance(each, nodes.Const) and isinstance(each.value, str)}
+        return tuple(sorted(constant for constant in found if constant.strip()))
 
 
 _STRFTIME_CALL = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")

@@ -88,7 +88,8 @@ def _text_length(item: ParsedRecord) -> int:
 def _drop_or_raise(reason: str, explanation: str, origin: Origin, chunk: Chunk, config: DataConfig) -> None:
     by_policy = reason == NO_SUPERVISED_TOKENS or (reason == TOO_LONG_TO_MASK and config.too_long != "error")
     if config.on_bad == "error" and not by_policy:
-        fix = "Or skip" if "data.template" in explanation else "Fix the line, or skip"
+        has_remedy = "data.template" in explanation or "model.add_tokens" in explanation
+        fix = "Or skip" if has_remedy else "Fix the line, or skip"
         raise BadLineError(f"{origin}: {explanation}. {fix} and count such lines: data.on_bad=skip")
     chunk.drop(reason, origin, explanation)
 

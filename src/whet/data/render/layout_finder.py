@@ -140,14 +140,14 @@ class LayoutFinder:
 
         prompt = sentinels.tail(self._template.render(sentinels.messages[:turn], tools, prompt=True))
         respaced = _with_whitespace_of(text[previous:first], prompt)
-        header = self._header_length(respaced, text[previous:last], turn)
+        header = self._header_length(respaced, text[previous:last], turn, sentinels.messages[turn - 1]["role"])
         start = previous + header
         if header == len(respaced) and not text[start].isspace():
             start -= self._prompt_encoder.open_end(f"x{respaced}")  # x: the message before it
         marker, end = self._end_of_turn(sentinels, turn, tools, rendering.text[last:])
         return (start, last + marker, last + end), respaced[header:].strip(), respaced != prompt
 
-    def _header_length(self, prompt: str, text: str, turn: int) -> int:
+    def _header_length(self, prompt: str, text: str, turn: int, role_before: str) -> int:
         """How many characters the generation prompt and a turn have in common, both from the text before them on.
 
         All that the prompt has must be in the turn, except a reasoning prefill, of which no tag is cut in two.
@@ -158,18 +158,20 @@ class LayoutFinder:
             whole = [*self._markers.pattern.finditer(text), *REASONING_TAG.finditer(prompt)]
             header = min([header, *(each.start() for each in whole if each.start() < header < each.end())])
             header = header if prefill and header >= prefill.start() else 0
+        remedy = f"Join it with message {turn}, which is the assistant's, too" if role_before == "assistant" else None
         if not prompt:
             raise BadRecordError(
                 "no common header",
                 f"the chat template writes nothing before message {turn + 1} that would tell the model to answer. "
-                f"{self._header_remedy()}",
+                f"{remedy or self._header_remedy()}",
             )
         if not header:
             given, written = (each[same : same + SHOWN_CHARACTERS] for each in (prompt, text))
             raise BadRecordError(
                 "no common header",
                 f"the chat template starts message {turn + 1} differently from its generation prompt, which has "
-                f"{given!r} where the message has {written!r}",
+                f"{given!r} where the message has {written!r}. "
+                f"{remedy or 'Make them the same in a copy of the template: data.template=COPY.jinja'}",
             )
         return header
 
@@ -186,24 +188,27 @@ class LayoutFinder:
         messages = sentinels.messages[: turn + 1]
         tail = sentinels.tail(self._template.render(messages, tools))
         own, met = self._markers.stop_pattern.search(tail), self._markers.stop_pattern.search(following)
-        if met and following[: met.start()].split() == tail[: own.start() if own else None].split():
+        is_call = "tool_calls" in messages[turn]
+        alone, within = tail[: own.start() if own else None], following[: met.start() if met else None]
+        if met and (alone.split() == within.split() or (is_call and own and self._same_markers(alone, within))):
             return met.span()
         after = following.lstrip()
         respaced, shared = len(following) - len(after), tail.lstrip()
         shared = shared[: common_prefix_length(shared, after)]
         may_prompt = self._template.ignores_prompt_flag(messages[:turn], tools)
+        continued = self._template.render_or_none([*messages, self._question], tools)
+        continued = tail if continued is None else sentinels.tail(continued)
         if may_prompt:
-            answered = self._template.render_or_none([*messages, self._question], tools)
-            if answered is not None:
-                shared = shared[: common_prefix_length(shared, sentinels.tail(answered).lstrip())]
+            shared = shared[: common_prefix_length(shared, continued.lstrip())]
         found = self._markers.pattern.finditer(after)  # in `shared`, the last one could be cut in two
         markers = list(itertools.takewhile(lambda marker: marker.end() <= len(shared), found))
-        if "tool_calls" in messages[turn] or not sentinels.has_answer(turn):
+        if is_call or not sentinels.has_answer(turn):
             # the marker that closes a call or reasoning does not end the turn, unless the call is inline
             ends = (self.end_of_turn_marker(tools), INLINE_CALL_TOKENS[1])
             markers = [marker for marker in markers if marker.group() in ends]
         if markers:
-            end = markers[0 if may_prompt else -1]
+            closes_conversation = not continued.startswith(tail.rstrip())  # such as with a part of the next header
+            end = markers[0 if may_prompt or closes_conversation else -1]
             return respaced + end.start(), respaced + end.end()
         edge = sentinels.whitespace_at_end(turn)
         edge = edge if tail.startswith(edge) and following.startswith(edge) else ""
@@ -216,6 +221,12 @@ class LayoutFinder:
             f"stop. {self._end_of_turn_remedy(tools)}",
         )
 
+    def _same_markers(self, alone: str, within: str) -> bool:
+        """Whether what follows a call has the same markers and no text of a message in both: only the template's words
+        differ, such as the call's id, which some write where the result follows."""
+        is_template = SentinelMessages.tail(within) == within
+        return is_template and self._markers.pattern.findall(alone) == self._markers.pattern.findall(within)
+
     def _end_of_turn_remedy(self, tools: Tools) -> str:
         question, answer = (message.as_dict(self._template.content_parts) for message in PROBE.messages)
         alone, answered = (
@@ -227,6 +238,9 @@ class LayoutFinder:
             line = f"{{%- if not add_generation_prompt %}}{{{{ {stop.group()!r} }}}}{{% endif %}}"
             return f"Append {line} to a copy of the template, and use that: data.template=COPY.jinja"
         token = self._eos_token or "an end-of-turn token"
+        written = _LIKE_A_MARKER.match(alone)
+        if written and written[1] not in self._markers.ids:
+            return f"It writes {written[1]}, which is not a token: add it with model.add_tokens"
         return f"Write {token} after each answer and call in a copy of the template: data.template=COPY.jinja"
 
     def end_of_turn_marker(self, tools: Tools) -> str | None:
@@ -252,6 +266,8 @@ class LayoutFinder:
         return header if header.strip() else ""
 
 
+_LIKE_A_MARKER = re.compile(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])")
+"""What a template writes after an answer as a marker, such as `<|im_end|>`."""
 _REASONING_PREFILL = re.compile(rf"\s*((?:{REASONING_TAG.pattern})\s*)+$", re.IGNORECASE)
 """What opens reasoning at the end of a generation prompt, such as `<think>⏎`; a turn without reasoning has it not."""
 

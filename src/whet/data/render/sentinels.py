@@ -29,6 +29,7 @@ TOO_LONG_TO_MASK = "too long to mask"
 """The ledger's reason for a conversation with more characters than there are sentinels."""
 
 SHOWN_CHARACTERS = 40  # of a text in an error message
+_OTHER_TEMPLATE = "Use a template that writes it unchanged: data.template=FILE.jinja"
 
 TextTransform = Callable[[str, str], str]
 """(text, kind) → text; the kind is reasoning, content, name or value."""
@@ -157,6 +158,7 @@ class SentinelMessages:
         Restoring the originals must give `text`. Each character must appear exactly once, except where its slot allows
         otherwise.
         """
+        sentinel_text = _unescape(sentinel_text)
         codes = _to_code_points(sentinel_text)
         positions = np.flatnonzero(_is_sentinel(codes))
         sources = codes[positions] - FIRST_SENTINEL
@@ -168,12 +170,13 @@ class SentinelMessages:
             raise BadRecordError(
                 "template rewrites",
                 f"the chat template changes the text of a message: it writes {written!r} instead of {given!r}, so no "
-                "exact mask exists",
+                f"exact mask exists. {_OTHER_TEMPLATE}",
             )
         times = np.bincount(sources, minlength=len(self._originals))
         if ((times > 1) & ~self._may_repeat).any():
             raise BadRecordError(
-                "template repeats text", "the chat template repeats the text of a message, so no exact mask exists"
+                "template repeats text",
+                f"the chat template repeats the text of a message, so no exact mask exists. {_OTHER_TEMPLATE}",
             )
         missing = self._is_replaced & (times == 0)
         if (missing & ~self._is_droppable).any():
@@ -216,6 +219,7 @@ class SentinelMessages:
     @staticmethod
     def tail(sentinel_text: str) -> str:
         """What follows the last sentinel that occurs for the first time."""
+        sentinel_text = _unescape(sentinel_text)
         positions = _first_occurrences(_to_code_points(sentinel_text))
         return sentinel_text[int(positions[-1]) + 1 :] if len(positions) else sentinel_text
 
@@ -253,7 +257,8 @@ class SentinelRendering:
         slots, steps = self.slots[mine], np.diff(self.sources[mine].astype(np.int64))
         if len(mine) != mine[-1] - mine[0] + 1 or (steps[slots[1:] == slots[:-1]] <= 0).any():
             raise BadRecordError(
-                "template reorders text", f"the chat template reorders the text of message {message + 1}"
+                "template reorders text",
+                f"the chat template reorders the text of message {message + 1}. {_OTHER_TEMPLATE}",
             )
         return int(self.positions[mine[0]]), int(self.positions[mine[-1]]) + 1
 
@@ -261,6 +266,21 @@ class SentinelRendering:
         """The position after the last sentinel before `position`; 0 if there is none."""
         count = int(np.searchsorted(self.positions, position))
         return int(self.positions[count - 1]) + 1 if count else 0
+
+
+_ESCAPED = re.compile(r"\\U000([4-9a-d][0-9a-f]{4})|\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})")
+
+
+def _unescape(sentinel_text: str) -> str:
+    """The rendering with sentinels that the template escaped as themselves. Python's `repr` escapes all unassigned code
+    points, as in arguments that are lists, and `tojson(ensure_ascii=True)` all that are not ASCII."""
+
+    def sentinel(match: re.Match[str]) -> str:
+        code, high, low = (int(digits, 16) if digits else 0 for digits in match.groups())
+        code = code or 0x10000 + (high - 0xD800) * 0x400 + low - 0xDC00
+        return chr(code) if FIRST_SENTINEL <= code <= LAST_SENTINEL else match[0]
+
+    return _ESCAPED.sub(sentinel, sentinel_text)
 
 
 def _to_code_points(text: str) -> NDArray[np.uint32]:
