@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from whet.convert.configs.draft import Draft, is_off
+from whet.convert.configs.draft import Draft, is_off, without_secrets
 from whet.convert.configs.huggingface import DEFAULTS, HUB, LOGS, SPEED, put_deepspeed
 from whet.convert.configs.rules import (
     put_adapter,
@@ -368,7 +368,7 @@ def _note_source(draft: Draft, key: str, given: dict[str, Any]) -> None:
     for name in sorted(given.keys() - _SOURCE_KEYS):
         if not is_off(given[name]) and given[name] not in _USUAL.get(name, ()):
             hint = "whet reads train or weight of each message" if name == "message_field_training" else "no place"
-            draft.note("no equivalent", key, f"{name}: {given[name]!r}: {hint}")
+            draft.note("no equivalent", key, f"{name}: {without_secrets(given[name], name)!r}: {hint}")
 
 
 def _put_mask(draft: Draft, learned: set[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from whet.convert.configs.draft import Draft, is_off
+from whet.convert.configs.draft import Draft, is_off, without_secrets
 from whet.convert.configs.huggingface import DEFAULTS, HUB, LOGS, ROWS, SPEED, put_deepspeed, put_training_arguments
 from whet.convert.configs.read import find_file
 from whet.convert.configs.rules import (
@@ -255,7 +255,8 @@ def _note_info(draft: Draft, key: str, name: str, info: dict[str, Any]) -> None:
             draft.note("decide", key, text)
     for other in sorted(info.keys() - _INFO_KEYS):
         if not is_off(info[other]):
-            draft.note("no equivalent", key, f"{name}: {other}: {info[other]!r} has no equivalent in a source")
+            shown = without_secrets(info[other], other)
+            draft.note("no equivalent", key, f"{name}: {other}: {shown!r} has no equivalent in a source")
 
 
 def put_method(draft: Draft) -> None:

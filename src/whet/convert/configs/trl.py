@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from whet.convert.configs.draft import Draft, environment, is_off
+from whet.convert.configs.draft import Draft, environment, is_off, without_secrets
 from whet.convert.configs.huggingface import DEFAULTS, LORA_ROWS, ROWS, SPEED, put_deepspeed, put_training_arguments
 from whet.convert.configs.rules import LAUNCHER_ROWS, put_adapter, put_batch, put_launcher, put_targets
 from whet.convert.configs.table import Kind, Rows, by_rule, copied, no_equivalent, not_needed, same_as
@@ -104,7 +104,8 @@ def _put_source(draft: Draft, to: str, source: dict[str, Any], keys: dict[str, s
         draft.put(f"{to}.weight", source["fraction"], key)
         draft.note("different", key, "fraction keeps a part of each dataset so that none repeats; weight repeats")
     for name in sorted(source.keys() - {"path", "name", "split", "fraction", "data_files"}, key=str):
-        draft.note("no equivalent", key, f"{name}: {source[name]!r} has no equivalent in a source")
+        shown = without_secrets(source[name], str(name))
+        draft.note("no equivalent", key, f"{name}: {shown!r} has no equivalent in a source")
 
 
 _FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".bin")
