@@ -526,6 +526,19 @@ def test_a_partial_file_goes_onto_a_recipe(tmp_path: Path) -> None:
     assert "# base.yaml:5" in result["recipe"]
 
 
+def test_axolotl_without_evaluations() -> None:
+    assert "evals_per_epoch" not in dict(notes("axolotl", {"evals_per_epoch": 0}).get("no equivalent", []))
+
+
+@pytest.mark.parametrize("prefix", ["", "fsdp_"])
+def test_what_an_fsdp_config_says_of_memory(prefix: str) -> None:
+    options = {f"{prefix}offload_params": True, f"{prefix}activation_checkpointing": True}
+    given = {"fsdp": ["full_shard"], "fsdp_config": options, "gradient_checkpointing": False}
+    assert "parallel.offload to weights" in str(notes("axolotl", given)["decide"])
+    for kind in ("axolotl", "trl"):
+        assert settings(kind, given)["parallel.recompute"] == "full"
+
+
 def test_offload() -> None:
     onto = {"launch": {"gpus": 2}}
     both = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
