@@ -50,6 +50,19 @@ def test_a_run_is_resumed_from_its_own_config(stopped: Path, whet: Any) -> None:
     assert "continuing after step 4" in ended.err
 
 
+def test_an_edited_config_of_a_run_does_not_change_the_run(stopped: Path, whet: Any) -> None:
+    config = stopped / "config.yaml"
+    written = config.read_text()
+    config.write_text(written.replace("clip_norm: 1.0", "clip_norm: 2.0"))
+    assert config.read_text() != written
+    for command in (["train", config, "--resume"], ["runs", "resume", stopped]):
+        ended = whet(*command)
+        assert (ended.code, "train.clip_norm: 1.0 then, 2.0 now" in ended.err) == (1, True), ended.err
+    config.write_text(written.replace("keep_last: 9", "keep_last: 8"))
+    assert config.read_text() != written
+    assert whet("train", config, "--resume").code == 0
+
+
 def test_other_data_is_noticed_without_the_plan_and_a_missing_ledger_is_no_way_round(
     stopped: Path, whet: Any, own: Path
 ) -> None:

@@ -100,9 +100,10 @@ def require_same_settings(path: Path, config: Config) -> None:
         shown = "; ".join(_describe_change(*each) for each in changed[:5])
         is_length = any(key in ("train.steps", "train.epochs", "train.tokens") for key, _, _ in changed)
         other_length = f". To end it earlier, add --until STEP. {train_longer(path)}" if is_length else ""
+        restored = "" if config_was_edited(path) else " (`whet runs resume` does)"
         raise WhetError(
             f"{path}: this folder holds another run, which cannot be resumed with this configuration ({shown}). Set "
-            "these back (`whet runs resume` does), move it aside with --fresh, or give the new run another folder: "
+            f"these back{restored}, move it aside with --fresh, or give the new run another folder: "
             f"run.dir=FOLDER{other_length}"
         )
 
@@ -140,15 +141,14 @@ _CHANGEABLE_ON_RESUME = (
 def changed_settings(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
     """(key, value then, value now) of the settings that prevent resuming the run in the folder with `config`.
 
-    Where config.yaml is damaged, the newest checkpoint knows them. Values of environment variables are compared by
-    their hashes, and named in the result.
+    Where config.yaml is damaged or was edited, the newest checkpoint knows them. Values of environment variables are
+    compared by their hashes, and named in the result.
     """
     file, hashes = path / "config.yaml", VariableHashes(path)
     newest = directory.newest_checkpoint(path / "checkpoints")
     try:
-        changed = _differences(read_yaml(file, expand="none").plain(), config, hashes)
-        if newest is None or not changed or not config_was_edited(path):
-            return changed
+        if newest is None or not config_was_edited(path):
+            return _differences(read_yaml(file, expand="none").plain(), config, hashes)
         reason = f"{file} was changed after the run wrote it"
     except WhetError as error:
         if newest is None:
@@ -207,7 +207,7 @@ def read_run_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             raise WhetError(f"{path}: no such folder (in {Path.cwd()}).{hint}")
         raise WhetError(f"{path}: not a run: it has no config.yaml. Give the folder of a run, such as runs/demo")
     config, then = read_config(file, overrides, expand="set").with_folder(path), read_config(file, expand="set")
-    for key, old, new in changed_settings(path, then):
+    for key, old, new in _differences(read_yaml(file, expand="none").plain(), then, VariableHashes(path)):
         if not f"{key}.".startswith(_NOT_NEEDED_FOR_INFERENCE):
             raise WhetError(f"{file}: {_describe_change(key, old, new)}. Set it back")
     _warn_about_edited_config(path)
