@@ -267,12 +267,6 @@ def put_method(draft: Draft) -> None:
         put_targets(draft)
         if not draft.has("lora_alpha"):
             draft.put("adapter.alpha", 2 * (draft.integer("lora_r") or 8), "lora_r", why="twice the rank")
-        bits = draft.integer("quantization_bit")
-        if bits == 4 and draft.text("quantization_method") in (None, "bnb"):
-            draft.put("quantize", "nf4", "quantization_bit")
-            draft.use("quantization_method", "bnb_4bit_quant_type")
-        elif bits is not None:
-            draft.note("no equivalent", "quantization_bit", "whet's frozen weights have 4 bits (nf4) or 16")
     elif method == "full":
         draft.use("finetuning_type")
         if draft.flag("pure_bf16"):
@@ -280,6 +274,12 @@ def put_method(draft: Draft) -> None:
             draft.put("train.precision", "bf16", "pure_bf16")
     else:
         draft.note("no equivalent", "finetuning_type", "whet trains every weight, or LoRA, rsLoRA, DoRA")
+    bits = draft.integer("quantization_bit")
+    if method == "lora" and bits == 4 and draft.text("quantization_method") in (None, "bnb"):
+        draft.put("quantize", "nf4", "quantization_bit")
+        draft.use("quantization_method", "bnb_4bit_quant_type")
+    elif bits is not None:
+        draft.note("no equivalent", "quantization_bit", "whet quantizes the frozen weights of LoRA, to 4 bits (nf4)")
     if draft.flag("use_muon"):
         draft.put("train.optimizer.name", "muon", "use_muon")
         draft.note("different", "use_muon", "whet scales Muon's updates by 0.2 · √(longer side); compare learning_rate")
