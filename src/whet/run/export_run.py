@@ -16,6 +16,7 @@ from whet.config import Config
 from whet.convert.neox_export import NeoXFormat
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, silence_libraries, warn
+from whet.core.display import is_valid_text
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
 from whet.core.files import resolve_path
@@ -276,7 +277,10 @@ def _open_trained_model(
 
 
 def _require_replaceable(folder: Path) -> None:
-    """Raise if a folder holds anything but an earlier export, which the new one replaces."""
+    """Raise if a folder holds anything but an earlier export, which the new one replaces, or has a name that
+    libraries cannot write to."""
+    if not is_valid_text(str(folder)):
+        raise WhetError(f"{folder}: the name is not valid UTF-8. Give another folder: --out FOLDER")
     others = uncertified_files(folder) if folder.is_dir() else [folder.name] if folder.exists() else []
     if others:
         raise WhetError(

@@ -23,7 +23,14 @@ from whet.data.read import question_formats
 from whet.data.read.container import DecodedRecord, RawRecord
 from whet.data.read.locate import locate_containers
 from whet.data.read.messages import RECORD_FIELDS, add_system_prompt, parse_message_list
-from whet.data.read.record_fields import decode_list, describe_type, find_optional, require_field, require_nonempty
+from whet.data.read.record_fields import (
+    decode_list,
+    describe_type,
+    find_optional,
+    require_field,
+    require_nonempty,
+    require_text,
+)
 from whet.data.read.sources import SourceReader
 from whet.data.read.tools import parse_tools
 from whet.inference.config import EvalConfig, TaskConfig
@@ -331,7 +338,7 @@ def _correct_answers(record: Mapping[str, Any], fields: Mapping[str, str]) -> tu
         raise BadRecordError(
             "no answer", f"no correct answer ({found}). Add 'answer', or name its field: fields: {{answer: NAME}}"
         )
-    return tuple(texts)
+    return tuple(require_text(text, f"'{name}'") for text in texts)
 
 
 def _find_key(
