@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -281,7 +282,7 @@ def _require_replaceable(folder: Path) -> None:
     libraries cannot write to."""
     if not is_valid_text(str(folder)):
         raise WhetError(f"{folder}: the name is not valid UTF-8. Give another folder: --out FOLDER")
-    others = uncertified_files(folder) if folder.is_dir() else [folder.name] if folder.exists() else []
+    others = uncertified_files(folder) if folder.is_dir() else [folder.name] if os.path.lexists(folder) else []
     if others:
         raise WhetError(
             f"{folder}: the export would replace files that do not belong to an export ({', '.join(others[:3])}). Move "
