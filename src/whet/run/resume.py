@@ -25,7 +25,9 @@ from whet.core.run_folder import VARIABLES_FILE, RunFolder, config_was_edited, s
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested, ignore_stop_signals
 from whet.core.yaml import Template, parse_yaml, read_yaml
 from whet.data.prepare.ledger import LEDGER_LINES, has_changes
+from whet.inference.tasks.load_tasks import loaded_tasks
 from whet.run.data import RunData, make_plan, read_ledger
+from whet.training.records import Prefix, initial_evaluation, intact_lines
 
 
 @contextlib.contextmanager
@@ -223,6 +225,26 @@ def _warn_about_edited_config(path: Path) -> None:
         )
 
 
+def _require_same_examples(path: Path, config: Config) -> None:
+    """Refuse tasks that have other examples than those that the run has scored: the report and eval.best would compare
+    scores on different questions."""
+    newest = directory.newest_checkpoint(path / "checkpoints")
+    if newest is None:
+        prefix = initial_evaluation(path, config.train.first_step).get("samples", Prefix())
+    else:
+        prefix = Prefix.from_state(read_manifest(newest)["state"], "samples")
+    scored = {(line["task"], line["number"]): line for line in intact_lines(path, "samples", prefix)}
+    for task, count in loaded_tasks(config.eval):
+        for number, example in enumerate(task.examples(count)):
+            then = scored.get((task.name, number))
+            if then is not None and (then["prompt"], then["expected"]) != (example.prompt, example.expected):
+                raise WhetError(
+                    f"eval.tasks: {task.name}: example {number + 1} ({example.origin}) is not the one that the run has "
+                    "scored so far, so scores before and after could not be compared. Restore the file, or give the "
+                    f"task another name: eval.tasks=[{{path: FILE, name: {task.name}-2}}]"
+                )
+
+
 def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
     """Write configuration, ledger and plan before training. config.yaml comes first: it makes the folder a run."""
     path = folder.path
@@ -233,6 +255,7 @@ def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
             f"{path}/ledger.json is gone, so it cannot be known whether the data is still the same. Bring it back, or "
             "start a new run: run.dir=FOLDER"
         )
+    _require_same_examples(path, config)
     _warn_of_secrets(config.unexpanded())
     VariableHashes(path).write(config.variables())
     write_config(path, config.dump())
