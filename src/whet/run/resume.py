@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -47,9 +48,8 @@ def open_run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFo
             raise gone from None
         known = None if isinstance(error, WhetError) else os_error(error, "writing the run", folder.path)
         if isinstance(error, KeyboardInterrupt) and directory.newest_checkpoint(folder.path / "checkpoints"):
-            known = StoppedError(
-                f"interrupted; the last checkpoint is good. To continue: whet runs resume {folder.path}"
-            )
+            quoted = shlex.quote(str(folder.path))
+            known = StoppedError(f"interrupted; the last checkpoint is good. To continue: whet runs resume {quoted}")
         elif isinstance(error, StopRequested):
             known = StoppedError(STOPPED_BEFORE_CHECKPOINT)
         elif isinstance(error, KeyboardInterrupt):
@@ -67,6 +67,11 @@ def open_run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFo
 
 def _require_usable_folder(folder: RunFolder, config: Config, resume: bool) -> None:
     if not folder.holds_run():
+        if directory.newest_checkpoint(folder.path / "checkpoints"):
+            raise WhetError(
+                f"{folder.path}: an incomplete run: it has checkpoints but no config.yaml. Restore it from a copy "
+                "(`config` in checkpoints/*/manifest.json has the settings), or give another folder: run.dir=FOLDER"
+            )
         folder.require_empty()
         return
     if not resume:
