@@ -57,6 +57,12 @@ def test_a_run_is_as_promised(whet: Any, copied: Path) -> None:
     assert found["resume"]["text"] in badges(copied)[SURVIVES][1]
 
 
+def test_a_result_that_cannot_be_written_is_a_warning(whet: Any, copied: Path) -> None:
+    (copied / "check.json").mkdir()
+    ended = whet("check", copied)
+    assert (ended.code, "check.json: the result cannot be written" in ended.err) == (0, True), ended.err
+
+
 def test_dropout_is_that_of_the_run_and_then_off(whet: Any, lora_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(lora_run, tmp_path / "run"))
     found = findings(whet, run)

@@ -476,11 +476,30 @@ def test_secrets_stay_out_of_the_recipe(tmp_path: Path, monkeypatch: pytest.Monk
     assert result["config"]["launch"]["env"] == {"WANDB_API_KEY": "${WANDB_API_KEY}", "A": "1"}
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("axolotl", "base_model: a/b\nhf_access_token: topsecret\n"),  # not a key of Axolotl
+        ("axolotl", "datasets: [{path: org/a, type: chat_template, token: topsecret}]\n"),
+        ("axolotl", "model_config: {auth: [{token: topsecret}]}\n"),
+        ("trl", "datasets: [{path: org/a, token: topsecret}]\nmodel_init_kwargs: {token: topsecret}\n"),
+        ("determined", "entrypoint: python train.py --hub-token=topsecret --api_key  topsecret --max_steps 3\n"),
+        ("determined", "hyperparameters: {a: {api_key: topsecret}}\nentrypoint: python run_clm.py --max_steps 3\n"),
+        ("determined", "data: {variables: [HF_TOKEN=topsecret]}\nentrypoint: python run_clm.py --max_steps 3\n"),
+    ],
+)
+def test_secrets_are_not_shown_wherever_they_are_in_a_file(kind: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    shown = json.dumps(import_config(kind, tmp_path / "a.yaml"))
+    assert "topsecret" not in shown
+    assert "***" in shown
+
+
 def test_tokens_of_the_vocabulary_are_no_secrets() -> None:
-    given = {"special_tokens": {"pad_token": "<pad>"}, "hub_model_id": "me/mine", "eot_tokens": ["<end>"]}
+    given = {"special_tokens": {"pad_token": "<pad>"}, "hub_model_id": "me/mine", "eot_tokens": ["<end>"],
+             "resize_token_embeddings_to_32x": True, "tokenizer_kind": "fast", "token_type_ids": 2}  # fmt: skip
     draft = fill(KINDS["axolotl"], parse_yaml(dump_yaml(given), "given.yaml"))
-    values = {note.key: note.value for note in draft.notes}
-    assert (values["special_tokens"], values["eot_tokens"]) == ({"pad_token": "<pad>"}, ["<end>"])
+    assert {note.key: note.value for note in draft.notes if note.key in given} == given
 
 
 def test_without_an_adapter_every_weight_is_trained() -> None:
@@ -505,6 +524,19 @@ def test_a_partial_file_goes_onto_a_recipe(tmp_path: Path) -> None:
     assert (config.train.optimizer.betas, config.train.clip_norm) == ((0.9, 0.98), 0.5)
     assert "${WHERE:-x}.jsonl" in result["recipe"]
     assert "# base.yaml:5" in result["recipe"]
+
+
+def test_axolotl_without_evaluations() -> None:
+    assert "evals_per_epoch" not in dict(notes("axolotl", {"evals_per_epoch": 0}).get("no equivalent", []))
+
+
+@pytest.mark.parametrize("prefix", ["", "fsdp_"])
+def test_what_an_fsdp_config_says_of_memory(prefix: str) -> None:
+    options = {f"{prefix}offload_params": True, f"{prefix}activation_checkpointing": True}
+    given = {"fsdp": ["full_shard"], "fsdp_config": options, "gradient_checkpointing": False}
+    assert "parallel.offload to weights" in str(notes("axolotl", given)["decide"])
+    for kind in ("axolotl", "trl"):
+        assert settings(kind, given)["parallel.recompute"] == "full"
 
 
 def test_offload() -> None:
@@ -544,6 +576,9 @@ def test_broken_yaml_is_named_with_line_and_column(tmp_path: Path) -> None:
         ("trl", "learning_rate: -1", "a.yaml:1 learning_rate: train.optimizer.lr: -1 is not valid"),
         ("trl", "max_length: 3.5", "max_length: 3.5 is not an integer"),
         ("axolotl", "rl: dpo", "a.yaml:1: rl: 'dpo' is not supervised fine-tuning"),
+        ("trl", "beta: 0.1", "a.yaml:1: beta: 0.1 is not of TRL's supervised fine-tuning"),
+        ("trl", "max_length: 9\nloss_type: sigmoid", "a.yaml:2: loss_type: 'sigmoid' is not of TRL's supervised"),
+        ("trl", "num_generations: 8", "num_generations: 8 is not of TRL's supervised fine-tuning"),
         ("llamafactory", "stage: kto", "stage: 'kto' is not supervised fine-tuning"),
         ("neox", "pack_impl: tight", "is not one of packed, pack_until_overflow"),
         ("neox", "loss_mask_pairs: [7]\ntrain_data_paths: [a]", "its length is odd"),

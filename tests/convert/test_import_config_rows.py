@@ -254,7 +254,7 @@ ROWS: dict[str, dict[str, tuple[Any, dict[str, Any], Expected]]] = {
         "lora_dropout": (0.5, {}, {"adapter.dropout": 0.5}),
         "use_rslora": (True, {}, {"adapter.method": "rslora"}),
         "use_dora": (True, {}, {"adapter.method": "dora"}),
-        "quantization_bit": (4, {}, {"quantize": "nf4"}),
+        "quantization_bit": (4, {"finetuning_type": "oft"}, "no equivalent"),
         "quantization_method": ("hqq", {"quantization_bit": 4}, "not needed"),
         "pure_bf16": (True, {"finetuning_type": "full"}, {"model.dtype": "bf16", "train.precision": "bf16"}),
         "use_muon": (True, {}, {"train.optimizer.name": "muon"}),

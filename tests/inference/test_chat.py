@@ -237,6 +237,12 @@ def test_slash_commands(chat_model: InferenceModel, tmp_path: Path) -> None:
     assert terminal._HELP.splitlines()[0] in shown
 
 
+def test_a_message_that_is_not_utf_8_does_not_end_the_session(chat_model: InferenceModel) -> None:
+    chat, shown = type_lines(ChatModels(chat_model), "caf\udce9", "Hello")  # how Python reads the byte E9
+    assert "the user message contains a lone surrogate" in " ".join(shown.split())
+    assert [message.content for message in chat.session.messages if message.role == "user"] == ["Hello"]
+
+
 def test_an_interrupted_reply_does_not_end_the_session(
     chat_model: InferenceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,7 +276,8 @@ def test_prompts_are_read_from_text_and_json_lines(tmp_path: Path) -> None:
     turns[1]["content"] = [{"type": "text", "text": "Q"}]
     lines.write_text(json.dumps({"messages": turns}))
     assert read_prompts(lines)[0].messages[-1] == Message("user", "Q")  # a template would print the list
-    for bad, words in (("{", ":1: invalid JSON"), ("3", "expected a string"), ('{"messages": []}', "no user message")):
+    for bad, words in (("{", ":1: invalid JSON"), ("3", "expected a string"), ('{"messages": []}', "no user message"),
+                       ('"\\ud800"', ":1: the prompt contains a lone surrogate")):  # fmt: skip
         lines.write_text(bad)
         with pytest.raises(WhetError, match=words):
             read_prompts(lines)

@@ -180,6 +180,9 @@ def test_invalid_prompts_and_options(whet: Any, tmp_path: Path, tiny_run: Path) 
         (("builtin:tiny", "-p", "Hi", "--unconditional"), "--prompt and --unconditional are alternatives"),
         (("builtin:tiny", "-p", "Hi", "--top-p", "0"), "top_p: 0.0 is out of range"),
         (("builtin:tiny", "--prompts", tmp_path / "none.txt"), "cannot be read"),
+        (("builtin:tiny", "-p", "caf\udce9"), "the user message contains a lone surrogate"),
+        (("builtin:tiny", "-p", "Hi", "--system", "caf\udce9"), "the system message contains a lone surrogate"),
+        (("builtin:tiny", "-p", "Hi", "--stop", "\udce9"), "stop: '\\udce9' contains NUL or a character that is not"),
         ((tiny_run, "-p", "Hi", "--load", "4bit"), "Export the run first"),
         (("builtin:tiny", "-p", "Hi", "--calculator"), "chat template"),
     ):

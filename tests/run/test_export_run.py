@@ -197,6 +197,20 @@ def test_files_of_others_are_not_replaced(whet: Any, lora_run: Path, tmp_path: P
         exported(whet, lora_run, "--out", folder)
 
 
+def test_a_link_that_leads_nowhere_is_not_replaced(whet: Any, lora_run: Path, tmp_path: Path) -> None:
+    link = tmp_path / "out"
+    link.symlink_to(tmp_path / "gone")
+    ended = whet("export", lora_run, "--out", link)
+    assert (ended.code, "would replace files that do not belong to an export (out)" in ended.err) == (1, True)
+    assert link.is_symlink()
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_refused(whet: Any, lora_run: Path, tmp_path: Path) -> None:
+    ended = whet("export", lora_run, "--out", tmp_path / "\udcff")
+    assert (ended.code, "the name is not valid UTF-8. Give another folder: --out FOLDER" in ended.err) == (1, True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_missing_checkpoint_is_refused(whet: Any, lora_run: Path) -> None:
     ended = whet("export", f"{lora_run}@77", "--to", "gguf")
     assert ended.code == 1

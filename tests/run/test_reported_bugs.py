@@ -50,6 +50,26 @@ def test_a_run_is_resumed_from_its_own_config(stopped: Path, whet: Any) -> None:
     assert "continuing after step 4" in ended.err
 
 
+def test_an_edited_config_of_a_run_does_not_change_the_run(stopped: Path, whet: Any) -> None:
+    config = stopped / "config.yaml"
+    written = config.read_text()
+    config.write_text(written.replace("clip_norm: 1.0", "clip_norm: 2.0"))
+    assert config.read_text() != written
+    for command in (["train", config, "--resume"], ["runs", "resume", stopped]):
+        ended = whet(*command)
+        assert (ended.code, "train.clip_norm: 1.0 then, 2.0 now" in ended.err) == (1, True), ended.err
+    config.write_text(written.replace("keep_last: 9", "keep_last: 8"))
+    assert config.read_text() != written
+    assert whet("train", config, "--resume").code == 0
+
+
+def test_a_run_without_its_config_is_not_taken_for_files_of_others(stopped: Path, whet: Any, own: Path) -> None:
+    (stopped / "config.yaml").unlink()
+    for options in ([], ["--resume"]):
+        ended = whet("train", own, *options)
+        assert (ended.code, "an incomplete run: it has checkpoints but no config.yaml" in ended.err) == (1, True)
+
+
 def test_other_data_is_noticed_without_the_plan_and_a_missing_ledger_is_no_way_round(
     stopped: Path, whet: Any, own: Path
 ) -> None:
@@ -77,6 +97,15 @@ def test_an_earlier_state_is_exported_under_its_own_name(stopped: Path, whet: An
 def test_an_evaluation_cannot_redraw_what_is_held_out(stopped: Path, whet: Any) -> None:
     ended = whet("eval", stopped, "run.seed=5")
     assert (ended.code, "run.seed: an evaluation cannot change" in ended.err) == (1, True)
+
+
+def test_commands_to_copy_are_quoted_for_the_shell(own: Path, whet: Any) -> None:
+    folder = own.parent / "my run"
+    paused = whet("train", own, f"run.dir={folder}", "--until", "2")
+    ended = whet("runs", "resume", folder)
+    assert (paused.code, ended.code) == (0, 0), ended.err
+    assert f"whet train '{folder}/config.yaml' 'run.dir={folder}' --resume" in ended.err
+    assert f"next: whet chat '{folder}', or whet export '{folder}' --to gguf" in ended.err
 
 
 def test_a_run_folder_may_have_an_at_sign(own: Path, whet: Any) -> None:

@@ -124,6 +124,31 @@ def test_samples_are_neither_lost_nor_doubled(whet: Any, recipe: str, tmp_path: 
     assert run(unfinished(tmp_path / "whole", tmp_path / "none", None), "--resume") == whole
 
 
+def test_a_task_whose_examples_changed_is_not_scored_under_the_same_name(
+    whet: Any, recipe: str, tmp_path: Path
+) -> None:
+    def train(*more: str) -> Any:
+        return whet("train", recipe, f"run.dir={tmp_path / 'run'}", "train.steps=4", "checkpoint.every=2", *more)
+
+    def write(*prompts: str) -> None:
+        questions.write_text("".join(json.dumps({"prompt": prompt, "answer": "y"}) + "\n" for prompt in prompts))
+
+    questions = tmp_path / "quiz.jsonl"
+    write("one", "two")
+    same, renamed = f"eval.tasks=[{questions}]", f"eval.tasks=[{{path: {questions}, name: quiz-2}}]"
+    assert train(same, "--until", "2").code == 0
+    samples = tmp_path / "run/samples.jsonl"
+    written = samples.read_bytes()
+    write("one", "three")
+    ended = train(same, "--resume")
+    assert (ended.code, "eval.tasks: quiz: example 2" in ended.err) == (1, True), ended.err
+    samples.write_bytes(written.replace(b"two", b"tw0"))  # damage of a record stops nothing
+    write("one", "two")
+    assert train(same, "--resume", "--until", "3").code == 0
+    write("one", "three")
+    assert train(renamed, "--resume").code == 0
+
+
 def test_resume_without_a_run_starts_one(whet: Any, recipe: str, tmp_path: Path) -> None:
     ended = whet("train", recipe, f"run.dir={tmp_path / 'run'}", "train.steps=1", "--resume", "export.at_end=none")
     assert ended.code == 0, ended.err

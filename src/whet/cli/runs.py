@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -222,7 +223,7 @@ def resume(
     elif (found.owner is not None and found.owner.supervisor is not None) or (folder / "launch.jsonl").exists():
         launch(ctx, config, settings, resume=True, quiet=quiet, as_json=as_json)
     else:
-        info(f"whet train {config} run.dir={folder} --resume")
+        info(shlex.join(["whet", "train", str(config), f"run.dir={folder}", "--resume"]))
         train(config, settings, resume=True, quiet=quiet, as_json=as_json)
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -134,7 +135,8 @@ def _report(folder: Path, smoke: bool, dry_run: bool, was_finished: bool) -> dic
         is_finished = view.status.state == "finished"
         info(f"{'done' if is_finished else 'so far'}: {view.folder} · report {page}")
         if is_finished:
-            info(f"next: whet chat {folder}, or whet export {folder} --to gguf")
+            quoted = shlex.quote(str(folder))
+            info(f"next: whet chat {quoted}, or whet export {quoted} --to gguf")
     return result
 
 

@@ -12,7 +12,7 @@ from whet.core.console import progress
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.conversation import CALCULATOR_SCHEMA, Conversation, Message, Origin, ToolCall
 from whet.data.read.records.messages import RECORD_FIELDS, add_system_prompt, parse_message_list
-from whet.data.read.records.record_fields import find_optional
+from whet.data.read.records.record_fields import find_optional, require_text
 from whet.data.read.records.tools import parse_tools
 from whet.data.render.template_text import Tools
 from whet.inference.calculator_tool import FunctionCallCalculator, InlineCalculator, calculate, parse_calculator_call
@@ -219,15 +219,15 @@ def _prompt_from_json(line: str, place: Origin) -> Conversation:
         value: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise WhetError(f"{place}: invalid JSON ({error}). Rename a file of plain text lines to .txt") from None
-    if isinstance(value, str):
-        return Conversation((Message("user", value),), place)
     record = value if isinstance(value, dict) else {}
     turns = record.get("messages")
     if isinstance(record.get("prompt"), str):
         turns = [{"role": "user", "content": record["prompt"]}]
-    if not isinstance(turns, list) or not all(isinstance(each, dict) and "role" in each for each in turns):
-        raise WhetError(f'{place}: expected a string, or an object with "prompt" (a string) or "messages" (a list)')
     try:  # as training reads them: content in parts becomes one string
+        if isinstance(value, str):
+            return Conversation((Message("user", require_text(value, "the prompt")),), place)
+        if not isinstance(turns, list) or not all(isinstance(each, dict) and "role" in each for each in turns):
+            raise WhetError(f'{place}: expected a string, or an object with "prompt" (a string) or "messages" (a list)')
         messages = list(parse_message_list(turns))
         name, tools = find_optional(record, "tools", RECORD_FIELDS["tools"], {})
         while messages and messages[-1].role == "assistant":

@@ -13,6 +13,7 @@ from torch import nn
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.conversation import Message
+from whet.data.read.record_fields import require_text
 from whet.data.render.renderer import Renderer
 from whet.data.render.template_text import Tools
 from whet.inference.calculator_tool import InlineCalculator, Tool, with_tool_schema
@@ -58,9 +59,11 @@ class InferenceModel:
     def prompt_ids(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """The tokens of a conversation up to where the model's reply begins."""
         try:
+            for message in messages:
+                require_text(message.content, f"the {message.role} message")
             return self.renderer.prompt_ids(messages, with_tool_schema(tools, self.tool))
         except BadRecordError as error:
-            raise WhetError(f"the chat template cannot render this conversation: {error}") from None
+            raise WhetError(f"this conversation cannot be rendered: {error}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a reply. Special tokens are left out, unless they are the marks of inline calculations."""

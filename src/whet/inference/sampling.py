@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from whet.core.display import is_valid_text
 from whet.core.errors import WhetError
 
 
@@ -47,6 +48,8 @@ class Sampling:
                 raise WhetError(f"{name}: {getattr(self, name)} is out of range; {_VALID_RANGES[name]}")
         if "" in self.stop:
             raise WhetError("stop: an empty string would end every answer at once; remove it")
+        if wrong := [text for text in self.stop if not is_valid_text(text)]:
+            raise WhetError(f"stop: {wrong[0]!r} contains NUL or a character that is not valid UTF-8; remove it")
 
 
 _VALID_RANGES = {

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from whet.checkpoint import directory
 from whet.core import launch_env
 from whet.core.checksums import write_hashed_json
+from whet.core.console import warn
 from whet.core.errors import WhetError
 from whet.core.run_folder import CHECK_FILE
 from whet.data.loader import Loader
@@ -62,7 +63,10 @@ def check_run_folder(run: Path, overrides: Sequence[str]) -> Iterator[Finding]:
             findings.append(finding)
             yield finding
     checks = [finding.as_dict() for finding in findings]
-    write_hashed_json(run / CHECK_FILE, {"precision": replay.precision.name, "checks": checks})
+    try:
+        write_hashed_json(run / CHECK_FILE, {"precision": replay.precision.name, "checks": checks})
+    except OSError as error:  # a run of somebody else
+        warn(f"{run / CHECK_FILE}: the result cannot be written ({error.strerror}), so report and dash do not show it")
 
 
 def possible_starts(run: Path, first: int, lines: dict[int, dict[str, Any]]) -> list[tuple[int, int]]:

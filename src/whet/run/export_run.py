@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from whet.config import Config
 from whet.convert.neox_export import NeoXFormat
 from whet.core.checksums import read_hashed_json, write_hashed_json
 from whet.core.console import info, silence_libraries, warn
+from whet.core.display import is_valid_text
 from whet.core.distributed import Ranks, init_distributed
 from whet.core.errors import WhetError
 from whet.core.files import resolve_path
@@ -276,8 +278,11 @@ def _open_trained_model(
 
 
 def _require_replaceable(folder: Path) -> None:
-    """Raise if a folder holds anything but an earlier export, which the new one replaces."""
-    others = uncertified_files(folder) if folder.is_dir() else [folder.name] if folder.exists() else []
+    """Raise if a folder holds anything but an earlier export, which the new one replaces, or has a name that
+    libraries cannot write to."""
+    if not is_valid_text(str(folder)):
+        raise WhetError(f"{folder}: the name is not valid UTF-8. Give another folder: --out FOLDER")
+    others = uncertified_files(folder) if folder.is_dir() else [folder.name] if os.path.lexists(folder) else []
     if others:
         raise WhetError(
             f"{folder}: the export would replace files that do not belong to an export ({', '.join(others[:3])}). Move "

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -25,7 +26,9 @@ from whet.core.run_folder import VARIABLES_FILE, RunFolder, config_was_edited, s
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested, ignore_stop_signals
 from whet.core.yaml import Template, parse_yaml, read_yaml
 from whet.data.prepare.ledger import LEDGER_LINES, has_changes
+from whet.inference.tasks.load_tasks import loaded_tasks
 from whet.run.data import RunData, make_plan, read_ledger
+from whet.training.records import Prefix, initial_evaluation, intact_lines
 
 
 @contextlib.contextmanager
@@ -45,9 +48,8 @@ def open_run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFo
             raise gone from None
         known = None if isinstance(error, WhetError) else os_error(error, "writing the run", folder.path)
         if isinstance(error, KeyboardInterrupt) and directory.newest_checkpoint(folder.path / "checkpoints"):
-            known = StoppedError(
-                f"interrupted; the last checkpoint is good. To continue: whet runs resume {folder.path}"
-            )
+            quoted = shlex.quote(str(folder.path))
+            known = StoppedError(f"interrupted; the last checkpoint is good. To continue: whet runs resume {quoted}")
         elif isinstance(error, StopRequested):
             known = StoppedError(STOPPED_BEFORE_CHECKPOINT)
         elif isinstance(error, KeyboardInterrupt):
@@ -65,6 +67,11 @@ def open_run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFo
 
 def _require_usable_folder(folder: RunFolder, config: Config, resume: bool) -> None:
     if not folder.holds_run():
+        if directory.newest_checkpoint(folder.path / "checkpoints"):
+            raise WhetError(
+                f"{folder.path}: an incomplete run: it has checkpoints but no config.yaml. Restore it from a copy "
+                "(`config` in checkpoints/*/manifest.json has the settings), or give another folder: run.dir=FOLDER"
+            )
         folder.require_empty()
         return
     if not resume:
@@ -100,9 +107,10 @@ def require_same_settings(path: Path, config: Config) -> None:
         shown = "; ".join(_describe_change(*each) for each in changed[:5])
         is_length = any(key in ("train.steps", "train.epochs", "train.tokens") for key, _, _ in changed)
         other_length = f". To end it earlier, add --until STEP. {train_longer(path)}" if is_length else ""
+        restored = "" if config_was_edited(path) else " (`whet runs resume` does)"
         raise WhetError(
             f"{path}: this folder holds another run, which cannot be resumed with this configuration ({shown}). Set "
-            "these back (`whet runs resume` does), move it aside with --fresh, or give the new run another folder: "
+            f"these back{restored}, move it aside with --fresh, or give the new run another folder: "
             f"run.dir=FOLDER{other_length}"
         )
 
@@ -140,15 +148,14 @@ _CHANGEABLE_ON_RESUME = (
 def changed_settings(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
     """(key, value then, value now) of the settings that prevent resuming the run in the folder with `config`.
 
-    Where config.yaml is damaged, the newest checkpoint knows them. Values of environment variables are compared by
-    their hashes, and named in the result.
+    Where config.yaml is damaged or was edited, the newest checkpoint knows them. Values of environment variables are
+    compared by their hashes, and named in the result.
     """
     file, hashes = path / "config.yaml", VariableHashes(path)
     newest = directory.newest_checkpoint(path / "checkpoints")
     try:
-        changed = _differences(read_yaml(file, expand="none").plain(), config, hashes)
-        if newest is None or not changed or not config_was_edited(path):
-            return changed
+        if newest is None or not config_was_edited(path):
+            return _differences(read_yaml(file, expand="none").plain(), config, hashes)
         reason = f"{file} was changed after the run wrote it"
     except WhetError as error:
         if newest is None:
@@ -207,7 +214,7 @@ def read_run_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             raise WhetError(f"{path}: no such folder (in {Path.cwd()}).{hint}")
         raise WhetError(f"{path}: not a run: it has no config.yaml. Give the folder of a run, such as runs/demo")
     config, then = read_config(file, overrides, expand="set").with_folder(path), read_config(file, expand="set")
-    for key, old, new in changed_settings(path, then):
+    for key, old, new in _differences(read_yaml(file, expand="none").plain(), then, VariableHashes(path)):
         if not f"{key}.".startswith(_NOT_NEEDED_FOR_INFERENCE):
             raise WhetError(f"{file}: {_describe_change(key, old, new)}. Set it back")
     _warn_about_edited_config(path)
@@ -223,6 +230,26 @@ def _warn_about_edited_config(path: Path) -> None:
         )
 
 
+def _require_same_examples(path: Path, config: Config) -> None:
+    """Refuse tasks that have other examples than those that the run has scored: the report and eval.best would compare
+    scores on different questions."""
+    newest = directory.newest_checkpoint(path / "checkpoints")
+    if newest is None:
+        prefix = initial_evaluation(path, config.train.first_step).get("samples", Prefix())
+    else:
+        prefix = Prefix.from_state(read_manifest(newest)["state"], "samples")
+    scored = {(line["task"], line["number"]): line for line in intact_lines(path, "samples", prefix)}
+    for task, count in loaded_tasks(config.eval):
+        for number, example in enumerate(task.examples(count)):
+            then = scored.get((task.name, number))
+            if then is not None and (then["prompt"], then["expected"]) != (example.prompt, example.expected):
+                raise WhetError(
+                    f"eval.tasks: {task.name}: example {number + 1} ({example.origin}) is not the one that the run has "
+                    "scored so far, so scores before and after could not be compared. Restore the file, or give the "
+                    f"task another name: eval.tasks=[{{path: FILE, name: {task.name}-2}}]"
+                )
+
+
 def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
     """Write configuration, ledger and plan before training. config.yaml comes first: it makes the folder a run."""
     path = folder.path
@@ -233,6 +260,7 @@ def write_run_inputs(folder: RunFolder, config: Config, data: RunData) -> None:
             f"{path}/ledger.json is gone, so it cannot be known whether the data is still the same. Bring it back, or "
             "start a new run: run.dir=FOLDER"
         )
+    _require_same_examples(path, config)
     _warn_of_secrets(config.unexpanded())
     VariableHashes(path).write(config.variables())
     write_config(path, config.dump())

@@ -127,7 +127,7 @@ def write_results(result: SearchResult, plan: SearchPlan) -> dict[str, Any]:
     """Write best.yaml and search.json; returns what --json prints."""
     name = f"{plan.config.run.name}-best"
     best = plan.space.config(result.best.values)
-    command = f"whet train {plan.folder / 'best.yaml'}"
+    command = shlex.join(["whet", "train", str(plan.folder / "best.yaml")])
     if isinstance(best, ScriptConfig):
         command = shlex.join(best.script.argv())
     head = (

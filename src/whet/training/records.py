@@ -81,6 +81,14 @@ def _restore_record(file: Path, name: str, step: int, prefix: Prefix) -> None:
         atomic_write(file, kept)
 
 
+def intact_lines(folder: Path, name: str, prefix: Prefix) -> list[dict[str, Any]]:
+    """The lines that a record had at a checkpoint; none if they are damaged."""
+    file = record_file(folder, name)
+    content = file.read_bytes()[: prefix.size] if file.is_file() else b""
+    lines = content.splitlines(keepends=True) if hash_bytes(content) == prefix.hash else []
+    return [record for line in lines if (record := parse_json_line(line)) is not None]
+
+
 def _measure(file: Path, size: int) -> tuple[int, str]:
     """The size of the file, and the hash of its first `size` bytes."""
     with file.open("rb") as opened:

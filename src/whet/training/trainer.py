@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from dataclasses import replace
 from typing import Any
@@ -108,7 +109,9 @@ def train(run: Run) -> None:
                     run.model.train()  # not before every step: a model with adapters has thousands of modules
                 if stop:
                     wait_for_save(run)
-                    saved = f"a checkpoint is saved. To continue: whet runs resume {run.config.folder}"
+                    saved = (
+                        f"a checkpoint is saved. To continue: whet runs resume {shlex.quote(str(run.config.folder))}"
+                    )
                     if run.config.checkpoint.optimizer == "none":
                         saved = "its weights are saved, without the optimizer's state (checkpoint.optimizer: none)"
                     raise StoppedError(f"stopped after step {run.step} of {run.intervals.steps}; {saved}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,7 +54,8 @@ def init(
     write_named_file("--out", file, text)
     for section, values in nest_settings(settings).items():
         info(f"  {section}: {dump_yaml_inline(values)}")
-    info(f"written to {file}, with the reason for each setting. Next: whet check {file}, then whet train {file}")
+    quoted = shlex.quote(str(file))
+    info(f"written to {file}, with the reason for each setting. Next: whet check {quoted}, then whet train {quoted}")
     return {"recipe": str(file), "settings": {each.key: each.value for each in settings},
             "reasons": {each.key: each.reason for each in settings if each.reason}}  # fmt: skip
 

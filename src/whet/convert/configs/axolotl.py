@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from whet.convert.configs.draft import Draft, is_off
+from whet.convert.configs.draft import Draft, is_off, without_secrets
 from whet.convert.configs.huggingface import DEFAULTS, HUB, LOGS, SPEED, put_deepspeed
 from whet.convert.configs.rules import (
+    fsdp_options,
     put_adapter,
     put_batch,
     put_intervals,
@@ -162,11 +163,11 @@ def put_parallel(draft: Draft) -> None:
         draft.world = (shard or 1) * (replicate or 1)
     if draft.has("fsdp_config") or (draft.has("fsdp") and not is_off(draft.raw("fsdp"))):
         key = "fsdp_config" if draft.has("fsdp_config") else "fsdp"
-        options = draft.raw("fsdp_config") or {}
-        offload = isinstance(options, dict) and not is_off(options.get("offload_params"))
+        options = fsdp_options(draft)
+        offload = not is_off(options.get("offload_params"))
         if shard is None:
             put_sharding(draft, key, "weights" if offload or "offload" in str(draft.raw("fsdp")) else "")
-        wraps = [name for name in options if "wrap" in name] if isinstance(options, dict) else []
+        wraps = [name for name in options if "wrap" in name]
         if wraps:
             draft.note("no equivalent", key, f"FSDP module globs ({', '.join(wraps)}): whet shards every layer")
         draft.use("fsdp", "fsdp_config")
@@ -193,7 +194,7 @@ def put_training(draft: Draft) -> None:
     put_intervals(draft)
     if per_epoch := draft.number("saves_per_epoch"):
         draft.put("checkpoint.epochs", 1 / per_epoch, "saves_per_epoch")
-    if draft.has("evals_per_epoch"):
+    if draft.number("evals_per_epoch"):
         draft.note("no equivalent", "evals_per_epoch", "eval.every counts steps: set it to steps of an epoch ÷ "
                    f"{draft.raw('evals_per_epoch')}")  # fmt: skip
     if draft.has("resume_from_checkpoint"):
@@ -368,7 +369,7 @@ def _note_source(draft: Draft, key: str, given: dict[str, Any]) -> None:
     for name in sorted(given.keys() - _SOURCE_KEYS):
         if not is_off(given[name]) and given[name] not in _USUAL.get(name, ()):
             hint = "whet reads train or weight of each message" if name == "message_field_training" else "no place"
-            draft.note("no equivalent", key, f"{name}: {given[name]!r}: {hint}")
+            draft.note("no equivalent", key, f"{name}: {without_secrets(given[name], name)!r}: {hint}")
 
 
 def _put_mask(draft: Draft, learned: set[str]) -> None:

@@ -13,7 +13,7 @@ from whet.convert.configs.determined_search import (
     put_searcher,
     values_of,
 )
-from whet.convert.configs.draft import Draft, environment, is_off
+from whet.convert.configs.draft import Draft, environment, is_off, without_secrets
 from whet.convert.configs.huggingface import DEFAULTS, LORA_ROWS, ROWS, SPEED, put_training_arguments
 from whet.convert.configs.read import LAUNCHER, parse_command
 from whet.convert.configs.rules import put_adapter, put_batch, put_targets
@@ -85,7 +85,7 @@ def read_arguments(draft: Draft) -> None:
             draft.add(name, value, argument=True)
             draft.note("decide", "hyperparameters", f"{parameter.key} is read by the script; it is taken for --{name}")
         else:
-            shown = parameter.node.plain(named=True)
+            shown = without_secrets(parameter.node.plain(named=True), parameter.path[-1])
             draft.note(
                 "no equivalent", "hyperparameters", f"{'.'.join(parameter.path)}: {shown!r}: the script reads it"
             )

@@ -106,7 +106,8 @@ class Draft:
         elif self.kind.groups and name == key:
             hint = f" Its sections are {', '.join(self.kind.groups)}."
         why = "takes a section of keys here" if name in self.kind.sections else f"is not a key of {self.kind.tool}"
-        self.notes.append(Note("unknown", key, node.place, node.plain(named=True), f"{why}; it was left out.{hint}"))
+        value = without_secrets(node.plain(named=True), key)
+        self.notes.append(Note("unknown", key, node.place, value, f"{why}; it was left out.{hint}"))
 
     def row(self, name: str) -> Row:
         """The row of a key that the file, or a command line in it, may have."""
@@ -171,8 +172,7 @@ class Draft:
             self._note(category, entry, text)
 
     def _note(self, category: Category, entry: Entry, text: str) -> None:
-        value = entry.node.plain(named=True)
-        value = "***" if is_secret(entry.key) and not is_off(value) else value
+        value = without_secrets(entry.node.plain(named=True), entry.key)
         self.notes.append(Note(category, entry.key, entry.node.place, value, text))
 
     def drop(self, to: str, category: Category, text: str) -> None:
@@ -255,10 +255,10 @@ def as_node(value: Any, place: str) -> Node:
 
 
 _SECRET = re.compile(
-    r"(hub_token|auth_token|use_auth_token|(?<![a-z])token|api_key|access_key|account_key|secret|password|passwd"
+    r"((?<![a-z])token(?![a-z])|api_key|access_key|account_key|secret|password|passwd"
     r"|credential|connection_string|registry_auth)\w*\Z", re.IGNORECASE,
 )  # fmt: skip
-_VOCABULARY = re.compile(r"((special|eot|eos|bos|pad|unk|add|num|max|eval)_tokens?|\Atokens)\w*\Z")
+_VOCABULARY = re.compile(r"((special|eot|eos|bos|pad|unk|add|num|max|eval)_token|token_(embedding|id|type))\w*\Z")
 """Keys about tokens of the tokenizer, or their number."""
 
 
@@ -266,6 +266,26 @@ def is_secret(name: str) -> bool:
     """Whether a key or an environment variable holds a secret, by its name."""
     by_word = _SECRET.search(name) is not None and _VOCABULARY.search(name) is None
     return by_word or (name.isupper() and name.endswith(("_TOKEN", "_KEY")))
+
+
+_ASSIGNED = re.compile(r"(?P<name>(?<![\w-])--[\w-]+(?:=|\s+)|(?<!\w)\w+=)(?P<value>[^\s,;]+)")
+"""`--name value`, `--name=value` and `NAME=value` in a command line or a list of variables."""
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """The value of this key with `***` for every secret in it, for messages and comments."""
+    if is_secret(name) and not is_off(value) and value is not True:
+        return "***"
+    if isinstance(value, dict):
+        return {key: without_secrets(each, str(key)) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(each) for each in value]
+    return _ASSIGNED.sub(_without_secret, value) if isinstance(value, str) else value
+
+
+def _without_secret(found: re.Match[str]) -> str:
+    name = found["name"].strip("-= \t\n").replace("-", "_")
+    return f"{found['name']}***" if is_secret(name) else found[0]
 
 
 def environment(variables: dict[str, Any]) -> dict[str, Any]:

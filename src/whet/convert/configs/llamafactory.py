@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from whet.convert.configs.draft import Draft, is_off
+from whet.convert.configs.draft import Draft, is_off, without_secrets
 from whet.convert.configs.huggingface import DEFAULTS, HUB, LOGS, ROWS, SPEED, put_deepspeed, put_training_arguments
 from whet.convert.configs.read import find_file
 from whet.convert.configs.rules import (
@@ -255,7 +255,8 @@ def _note_info(draft: Draft, key: str, name: str, info: dict[str, Any]) -> None:
             draft.note("decide", key, text)
     for other in sorted(info.keys() - _INFO_KEYS):
         if not is_off(info[other]):
-            draft.note("no equivalent", key, f"{name}: {other}: {info[other]!r} has no equivalent in a source")
+            shown = without_secrets(info[other], other)
+            draft.note("no equivalent", key, f"{name}: {other}: {shown!r} has no equivalent in a source")
 
 
 def put_method(draft: Draft) -> None:
@@ -266,12 +267,6 @@ def put_method(draft: Draft) -> None:
         put_targets(draft)
         if not draft.has("lora_alpha"):
             draft.put("adapter.alpha", 2 * (draft.integer("lora_r") or 8), "lora_r", why="twice the rank")
-        bits = draft.integer("quantization_bit")
-        if bits == 4 and draft.text("quantization_method") in (None, "bnb"):
-            draft.put("quantize", "nf4", "quantization_bit")
-            draft.use("quantization_method", "bnb_4bit_quant_type")
-        elif bits is not None:
-            draft.note("no equivalent", "quantization_bit", "whet's frozen weights have 4 bits (nf4) or 16")
     elif method == "full":
         draft.use("finetuning_type")
         if draft.flag("pure_bf16"):
@@ -279,6 +274,12 @@ def put_method(draft: Draft) -> None:
             draft.put("train.precision", "bf16", "pure_bf16")
     else:
         draft.note("no equivalent", "finetuning_type", "whet trains every weight, or LoRA, rsLoRA, DoRA")
+    bits = draft.integer("quantization_bit")
+    if method == "lora" and bits == 4 and draft.text("quantization_method") in (None, "bnb"):
+        draft.put("quantize", "nf4", "quantization_bit")
+        draft.use("quantization_method", "bnb_4bit_quant_type")
+    elif bits is not None:
+        draft.note("no equivalent", "quantization_bit", "whet quantizes the frozen weights of LoRA, to 4 bits (nf4)")
     if draft.flag("use_muon"):
         draft.put("train.optimizer.name", "muon", "use_muon")
         draft.note("different", "use_muon", "whet scales Muon's updates by 0.2 · √(longer side); compare learning_rate")

@@ -354,6 +354,8 @@ def put_memory(draft: Draft) -> None:
     """Recomputation, offload and compilation, which change memory and speed alone."""
     recompute = _is_on(draft, "gradient_checkpointing", "offload", "offload_disk")
     draft.put("parallel.recompute", "full" if recompute else "none", "gradient_checkpointing")
+    if not recompute and not is_off(fsdp_options(draft).get("activation_checkpointing")):
+        draft.put("parallel.recompute", "full", "fsdp_config", why="activation_checkpointing")
     for key in ("gradient_checkpointing", "activation_offloading"):
         where = draft.raw(key) if isinstance(draft.raw(key), str) else ""
         if "offload" in where or (
@@ -378,6 +380,12 @@ def put_validation_size(draft: Draft, key: str) -> None:
             draft.put("data.validation.fraction", float(size), key)
         else:
             draft.note("no equivalent", key, "a number of records; data.validation.fraction is a fraction")
+
+
+def fsdp_options(draft: Draft) -> dict[str, Any]:
+    """fsdp_config, if it is a mapping; its keys may have the prefix `fsdp_` or not."""
+    given = draft.raw("fsdp_config")
+    return {str(key).removeprefix("fsdp_"): value for key, value in given.items()} if isinstance(given, dict) else {}
 
 
 def put_sharding(draft: Draft, key: str, offload: str = "") -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from whet.convert.configs.draft import Draft, environment, is_off
+from whet.convert.configs.draft import Draft, environment, is_off, without_secrets
 from whet.convert.configs.huggingface import DEFAULTS, LORA_ROWS, ROWS, SPEED, put_deepspeed, put_training_arguments
 from whet.convert.configs.rules import LAUNCHER_ROWS, put_adapter, put_batch, put_launcher, put_targets
 from whet.convert.configs.table import Kind, Rows, by_rule, copied, no_equivalent, not_needed, same_as
+from whet.core.errors import WhetError
 
 _ROWS: Rows = {
     **ROWS,
@@ -31,6 +32,26 @@ _ROWS: Rows = {
     **no_equivalent("options of TRL's own preparation; whet renders and tokenizes each conversation", "dataset_kwargs"),
     **not_needed("the order of conversations is random, by run.seed", "shuffle_dataset"),
 }  # fmt: skip
+_OTHER_TRAINERS = {
+    "beta", "max_prompt_length", "max_completion_length", "precompute_ref_log_probs", "sync_ref_model", "loss_weights",
+    "f_divergence_type", "desirable_weight", "undesirable_weight", "cpo_alpha", "simpo_gamma", "reward_model_path",
+    "center_rewards_coefficient", "reward_funcs", "reward_weights", "num_generations", "num_ppo_epochs", "lmbda",
+}  # fmt: skip
+"""Keys of DPO, KTO, ORPO, CPO, reward modelling, GRPO, RLOO, PPO and GKD that SFT does not have."""
+
+
+def refuse_other_trainers(draft: Draft) -> None:
+    """A file of another trainer, told by a key or a loss that only preference, reward and online training have."""
+    given = draft.given.value
+    assert isinstance(given, dict)
+    key = next((key for key in given if key in _OTHER_TRAINERS), None)
+    if key is None and draft.has("loss_type") and draft.raw("loss_type") not in ("nll", "chunked_nll", "dft"):
+        key = "loss_type"
+    if key is not None:
+        raise WhetError(
+            f"{given[key].place}: {key}: {given[key].plain()!r} is not of TRL's supervised fine-tuning, and whet "
+            "trains only on answers. Nothing was imported"
+        )
 
 
 def put_mask(draft: Draft) -> None:
@@ -104,7 +125,8 @@ def _put_source(draft: Draft, to: str, source: dict[str, Any], keys: dict[str, s
         draft.put(f"{to}.weight", source["fraction"], key)
         draft.note("different", key, "fraction keeps a part of each dataset so that none repeats; weight repeats")
     for name in sorted(source.keys() - {"path", "name", "split", "fraction", "data_files"}, key=str):
-        draft.note("no equivalent", key, f"{name}: {source[name]!r} has no equivalent in a source")
+        shown = without_secrets(source[name], str(name))
+        draft.note("no equivalent", key, f"{name}: {shown!r} has no equivalent in a source")
 
 
 _FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".bin")
@@ -174,7 +196,10 @@ KIND = Kind(
     "trl",
     "TRL 1.16",
     _ROWS,
-    (put_launcher, put_training_arguments, put_mask, put_data, put_length_and_packing, put_model, put_deepspeed),
+    (
+        refuse_other_trainers, put_launcher, put_training_arguments, put_mask, put_data, put_length_and_packing,
+        put_model, put_deepspeed,
+    ),
     defaults={
         **DEFAULTS, "learning_rate": 2e-5, "bf16": True, "gradient_checkpointing": True, "max_length": 1024,
         "packing": False, "packing_strategy": "bfd", "assistant_only_loss": False, "lora_r": 16, "lora_alpha": 32,

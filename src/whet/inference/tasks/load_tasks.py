@@ -29,6 +29,7 @@ from whet.data.read.records.record_fields import (
     find_optional,
     require_field,
     require_nonempty,
+    require_text,
 )
 from whet.data.read.records.tools import parse_tools
 from whet.data.read.sources import SourceReader
@@ -337,7 +338,7 @@ def _correct_answers(record: Mapping[str, Any], fields: Mapping[str, str]) -> tu
         raise BadRecordError(
             "no answer", f"no correct answer ({found}). Add 'answer', or name its field: fields: {{answer: NAME}}"
         )
-    return tuple(texts)
+    return tuple(require_text(text, f"'{name}'") for text in texts)
 
 
 def _find_key(
