@@ -272,7 +272,7 @@ def _write_configs(language_model: Any, folder: Path) -> None:
     config.architectures = [type(language_model).__name__]
     config.save_pretrained(folder)
     if language_model.can_generate():
-        language_model.generation_config.save_pretrained(folder)
+        language_model.generation_config.to_json_file(folder / _GENERATION_CONFIG)
 
 
 def _write_stop_tokens(folder: Path, parts: Sequence[WeightedAdapter]) -> None:
