@@ -67,6 +67,12 @@ def to_checkpoint_tensors(model: nn.Module, name: str, tensor: Tensor) -> dict[s
     return dict(revert_weight_conversion(model, {name: tensor})) if _has_conversions[model] else {name: tensor}
 
 
+def forget_attention_(config: Any) -> None:
+    """`PreTrainedConfig._attn_implementation`: config.json can name an attention that needs a package. whet has its
+    own, and elsewhere transformers' default serves."""
+    config._attn_implementation = None  # also of the configurations inside
+
+
 def forget_dequantization_(model: nn.Module) -> None:
     """`PreTrainedModel._weight_conversions`: after dequantization at loading, they would write scales beside weights.
     Without them, the model's files are those of any model of its class."""
