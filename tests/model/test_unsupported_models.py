@@ -200,6 +200,10 @@ DAMAGES: dict[str, tuple[Any, str]] = {
         lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4}),
         r"its weights are quantized \(gptq\).*Use the model that they were quantized from",
     ),
+    "MLX": (
+        lambda folder: edit_config(folder, quantization_config={"group_size": 64, "bits": 4}),
+        r"its weights are quantized \(no quant_method in config\.json, as of MLX\)",
+    ),
     "a pointer of Git LFS": (
         lambda folder: (folder / "model.safetensors").write_text(_LFS),
         r"model\.safetensors: a pointer of Git LFS.*git lfs pull",
