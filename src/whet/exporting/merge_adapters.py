@@ -234,7 +234,7 @@ def merge_adapters(
             _write_stop_tokens(temporary, parts)
             found = compute_logits(_load_back(temporary, dtype), probes)
             compare_logits(found, expected, export_dtype_of(dtype), findings, _MIN_SAME_NEXT_TOKEN)
-            exported = SafetensorsWeights(temporary, trained.language_model)
+            exported = SafetensorsWeights(temporary, trained)
             compare_weights(trained, exported, export_dtype_of(dtype), findings)
             certificate = {
                 "kind": "merged-adapters",
