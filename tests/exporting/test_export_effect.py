@@ -65,7 +65,7 @@ def spec_of(model: nn.Module, dtype: str = "f32") -> ExportSpec:
 
 def compared(model: nn.Module, folder: Path, dtype: str = "f32") -> ExportFindings:
     trained, findings = TrainedModel(model), ExportFindings()
-    exported = SafetensorsWeights(folder, trained.language_model)
+    exported = SafetensorsWeights(folder, trained)
     compare_weights(trained, exported, EXPORT_DTYPES[dtype], findings)
     return findings
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tiny_architectures import save_tiny_model
 from whet.core.checksums import read_hashed_json
 from whet.core.errors import WhetError
 from whet.core.files import hash_file, read_json, write_json
@@ -327,6 +328,21 @@ def test_fused_experts_are_saved_separately(tmp_path: Path) -> None:
     assert not any("gate_up_proj" in name for name in names)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_weights_that_files_hold_as_one_tensor_are_joined(has_adapter: bool, tmp_path: Path) -> None:
+    """HRM-Text's gate, q, k and v, and its gate and up."""
+    save_tiny_model("hrm_text", tmp_path / "base")
+    model: Any = load_model(ModelConfig(path=str(tmp_path / "base")), torch.float32)
+    if has_adapter:
+        model = add_adapter(model, AdapterConfig(rank=2), seed=0)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(weight, std=0.01)
+    write_export(spec_of(model), "merged", tmp_path / "merged", PROBES)  # compares every weight, too
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged")]
+    assert {name: tensor.shape for name, tensor in files[0].items()} == {n: t.shape for n, t in files[1].items()}
 
 
 def test_4_bit_layers_are_dequantized_with_and_without_an_adapter(tmp_path: Path) -> None:

@@ -202,6 +202,19 @@ def make_adapter_with_two(make_adapter: Make) -> Path:
     return folder
 
 
+def test_generation_settings_that_transformers_does_not_save_are_kept(
+    make_adapter: Make, whet: Any, tmp_path: Path
+) -> None:
+    """Models are published with a temperature for greedy decoding."""
+    base = Path(shutil.copytree(builtin_folder("builtin:tiny"), tmp_path / "base"))
+    settings = {"do_sample": False, "temperature": 0.6, "eos_token_id": 2}
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    ended = whet("merge", base, "--adapter", make_adapter(1), "--out", tmp_path / "m")
+    assert ended.code == 0, ended.err
+    merged = json.loads((tmp_path / "m" / "generation_config.json").read_text())
+    assert merged["temperature"] == 0.6
+
+
 def test_stop_tokens_of_the_adapter_are_merged(make_adapter: Make, whet: Any, tmp_path: Path) -> None:
     base = shutil.copytree(builtin_folder("builtin:tiny"), tmp_path / "base")
     settings = json.loads((base / "generation_config.json").read_text())

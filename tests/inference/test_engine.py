@@ -29,6 +29,10 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 6},
     "Gemma2": {"head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1},
     "Gemma3Text": {"head_dim": 16, "sliding_window": 6, "layer_types": _HALF},
+    "Gemma4Text": {
+        "head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "layer_types": _HALF,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64,
+    },
     "GPT2": {},
     "GPTNeoX": {},
     "Granite": {"attention_multiplier": 0.3},

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from tiny_architectures import tiny_model
 from whet.exporting.spec import ExportFindings, GenerationSettings
@@ -69,6 +70,30 @@ def test_generating_leaves_the_document_attention_in_place() -> None:
     attention.install_backend(model, "sdpa")
     generate(model, PROMPTS[:1], Sampling(max_new_tokens=2))
     assert model.config._attn_implementation == attention.registered_name("sdpa")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 3}, {"min_new_tokens": 12}, {"bad_words_ids": [[5]], "suppress_tokens": list(range(40))},
+        {"stop_strings": ["a"]}, {"penalty_alpha": 0.6, "top_k": 4}, {"return_dict_in_generate": True},
+        {"prompt_lookup_num_tokens": 3}, {"watermarking_config": {"bias": 9.0}}, {"forced_eos_token_id": 7},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_generation_config_of_the_model_does_not_change_completions(settings: dict[str, Any]) -> None:
+    """transformers generates for Bloom, and completes the settings that it is given with the model's own."""
+    model: Any = tiny_model("bloom", torch.float32)
+    whole = generate_ids(model, [[10, 20, 30], [40, 50, 60]], Sampling(max_new_tokens=8))
+    stops = [whole[0][4]]
+    expected = generate_ids(model, [[10, 20, 30], [40, 50, 60]], Sampling(max_new_tokens=8), stops)
+    own = model.generation_config = GenerationConfig(eos_token_id=stops, **settings)
+    assert generate_ids(model, [[10, 20, 30], [40, 50, 60]], Sampling(max_new_tokens=8), stops) == expected
+    findings = ExportFindings()
+    tokenizer = load_tokenizer(TINY)
+    check_generation_stops(GenerationSettings(tokenizer, tuple(stops), stops[0], {}), model, [10, 20], findings)
+    assert findings.reasons == []
+    assert model.generation_config is own
 
 
 def test_a_model_whose_cache_fails_generates_without_one(capfd: pytest.CaptureFixture[str]) -> None:

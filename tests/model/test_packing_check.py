@@ -9,8 +9,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from tiny_architectures import VOCABULARY, tiny_config
 from whet.core.errors import WhetError
 from whet.model import attention
+from whet.model.load.pretrained import auto_class
 from whet.model.lora.peft_adapters import unwrap_peft
 from whet.model.loss.loss_model import LossModel
 from whet.model.packing_check import choose_packing
@@ -52,6 +54,17 @@ def test_a_model_with_undeclared_logit_transforms_is_an_error(
     attention.install_backend(model, "sdpa")
     with pytest.raises(WhetError, match="transforms its logits"):
         choose_packing(LossModel(model), 64, 16)
+
+
+def test_the_head_of_an_image_text_model_passes() -> None:
+    """Muse Glimmer multiplies its logits before their soft-cap."""
+    config = tiny_config("muse_glimmer")
+    config.projector_hidden_size = config.out_hidden_size = 32
+    model = auto_class(config).from_config(config, dtype=torch.float64)
+    attention.install_backend(model, "sdpa")
+    root = LossModel(model)
+    choose_packing(root, VOCABULARY, 16)
+    assert root.unpacked == ""
 
 
 def test_an_unknown_bias_is_an_error(make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
+import tiny_architectures
 from tiny_architectures import VOCABULARY, tiny_config, tiny_model
 from whet.compat.transformers_private import to_checkpoint_tensors
 from whet.core.errors import WhetError
@@ -60,6 +61,26 @@ def test_a_model_that_cannot_be_packed_is_trained_unpacked_as_a_plain_loop_would
     for ours in (alone, padded):
         assert ours[0] == pytest.approx(plain[0], rel=1e-12)
         assert (ours[1] - plain[1]).abs().max() <= 1e-11 * plain[1].abs().max()
+
+
+@pytest.mark.parametrize(("kind", "setting"), [("doge", "keep_window_size"), ("deepseek_v32", "index_topk")])
+def test_padding_does_not_decide_which_of_equal_tokens_are_attended_to(
+    kind: str, setting: str, pack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sparse attention chooses four tokens here, and each document has several copies of every token."""
+    monkeypatch.setitem(tiny_architectures._OWN_SETTINGS, kind, {setting: 4})
+    model, documents = tiny_model(kind), [torch.randint(4, (length,)) for length in (70, 33, 69, 50)]
+    for name, weight in model.named_parameters():
+        if name.endswith(".A"):  # at zero, all tokens are equal for Doge, also those of the probe
+            nn.init.normal_(weight)
+    attention.install_backend(model, "sdpa")
+    root = LossModel(model)
+    with KeepFloat64():
+        choose_packing(root, VOCABULARY, 70)
+        ours = loss_and_gradients(root, [root(pack(documents)).objective])
+        plain = loss_and_gradients(root, [own_loss(model, document) for document in documents])
+    assert ours[0] == pytest.approx(plain[0], rel=1e-12)
+    assert (ours[1] - plain[1]).abs().max() <= 1e-11 * plain[1].abs().max()
 
 
 def own_loss(model: Any, document: Tensor) -> Tensor:
@@ -178,6 +199,10 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "GPTQ": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4}),
         r"its weights are quantized \(gptq\).*Use the model that they were quantized from",
+    ),
+    "MLX": (
+        lambda folder: edit_config(folder, quantization_config={"group_size": 64, "bits": 4}),
+        r"its weights are quantized \(no quant_method in config\.json, as of MLX\)",
     ),
     "a pointer of Git LFS": (
         lambda folder: (folder / "model.safetensors").write_text(_LFS),

@@ -57,14 +57,37 @@ def save_custom_code(model: nn.Module, folder: Path, config: Any) -> None:
 
 
 def to_checkpoint_tensors(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """`core_model_loading.revert_weight_conversion`: a parameter under the name or names it has in checkpoint files:
-    transformers fuses the experts of a layer in memory only."""
+    """A parameter under the name or names it has in checkpoint files: transformers fuses the experts of a layer in
+    memory only."""
+    return join_checkpoint_tensors(model, {name: tensor})
+
+
+def join_checkpoint_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`core_model_loading.revert_weight_conversion`: parameters as checkpoint files hold them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     if model not in _has_conversions:  # finding out takes longer than reading most tensors
         nothing: dict[str, Tensor] = {}
         _has_conversions[model] = revert_weight_conversion(model, nothing) is not nothing
-    return dict(revert_weight_conversion(model, {name: tensor})) if _has_conversions[model] else {name: tensor}
+    return dict(revert_weight_conversion(model, dict(tensors))) if _has_conversions[model] else dict(tensors)
+
+
+def joined_in_files(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """The parameters that checkpoint files hold as parts of one tensor, such as HRM-Text's q, k and v: all parts of
+    that tensor, by the name of each."""
+    import torch
+
+    holds: dict[str, list[str]] = {}
+    for name, shape in shapes.items():
+        for held in to_checkpoint_tensors(model, name, torch.empty(shape, device="meta")):
+            holds.setdefault(held, []).append(name)
+    return {name: names for names in holds.values() if len(names) > 1 for name in names}
+
+
+def forget_attention_(config: Any) -> None:
+    """`PreTrainedConfig._attn_implementation`: config.json can name an attention that needs a package. whet has its
+    own, and elsewhere transformers' default serves."""
+    config._attn_implementation = None  # also of the configurations inside
 
 
 def forget_dequantization_(model: nn.Module) -> None:

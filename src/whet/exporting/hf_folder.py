@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from whet.compat.transformers_private import save_custom_code, to_checkpoint_tensors
+from whet.compat.transformers_private import join_checkpoint_tensors, save_custom_code, to_checkpoint_tensors
 from whet.core.errors import first_line
 from whet.exporting.dtypes import ExportDtype
 from whet.exporting.safetensors_writer import FLOAT_DTYPE_NAMES, StreamingSafetensorsWriter
@@ -91,7 +91,7 @@ class HFFolderFormat:
             verify_tokenizer_and_stops(spec.generation, folder, model, probes, findings)
             logits = compute_logits(model, probes, spec.compares_in_fp32)
         del model
-        compare_weights(spec.model, SafetensorsWeights(folder, spec.model.language_model), spec.dtype, findings)
+        compare_weights(spec.model, SafetensorsWeights(folder, spec.model), spec.dtype, findings)
         return logits
 
 
@@ -103,12 +103,18 @@ def write_weights(
     writer = StreamingSafetensorsWriter(folder, shard_size)
     for name, read in copied.items():
         writer.add(name, read())
+    joined, read_parts = model.joined_weights(), dict[str, Tensor]()
     for weight in model.weights():
-        value = weight.read()
-        for name, tensor in to_checkpoint_tensors(model.language_model, weight.name, value).items():
+        parts = {weight.name: weight.read()}
+        if weight.name in joined:  # written with the last part
+            read_parts |= parts
+            if not read_parts.keys() >= set(joined[weight.name]):
+                continue
+            parts = {name: read_parts.pop(name) for name in joined[weight.name]}
+        for name, tensor in join_checkpoint_tensors(model.language_model, parts).items():
             if name not in copied:
                 writer.add(name, tensor.to(dtype_of(weight.name)) if tensor.is_floating_point() else tensor)
-        model.trim_heap(value.nbytes)
+        model.trim_heap(sum(value.nbytes for value in parts.values()))
     writer.close()
 
 

@@ -234,7 +234,7 @@ def merge_adapters(
             _write_stop_tokens(temporary, parts)
             found = compute_logits(_load_back(temporary, dtype), probes)
             compare_logits(found, expected, export_dtype_of(dtype), findings, _MIN_SAME_NEXT_TOKEN)
-            exported = SafetensorsWeights(temporary, trained.language_model)
+            exported = SafetensorsWeights(temporary, trained)
             compare_weights(trained, exported, export_dtype_of(dtype), findings)
             certificate = {
                 "kind": "merged-adapters",
@@ -272,7 +272,7 @@ def _write_configs(language_model: Any, folder: Path) -> None:
     config.architectures = [type(language_model).__name__]
     config.save_pretrained(folder)
     if language_model.can_generate():
-        language_model.generation_config.save_pretrained(folder)
+        language_model.generation_config.to_json_file(folder / _GENERATION_CONFIG)
 
 
 def _write_stop_tokens(folder: Path, parts: Sequence[WeightedAdapter]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from whet.compat.bitsandbytes_private import quant_state
 from whet.compat.peft_private import adapted_parameter, modules_to_save_type, trainable_tokens_type, tuner_layer_type
 from whet.compat.torch_private import persistent_buffers
+from whet.compat.transformers_private import joined_in_files
 from whet.model.attention import native_attention
 from whet.model.load.placeholder import is_placeholder
 from whet.model.lora.peft_adapters import unwrap_peft
@@ -135,6 +136,10 @@ class TrainedModel:
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield MergedWeight(f"{name}.{key}".lstrip("."), tuple(weight_shape(tensor)), self._reader(tensor))
+
+    def joined_weights(self) -> dict[str, list[str]]:
+        """See `joined_in_files`."""
+        return joined_in_files(self.language_model, {weight.name: weight.shape for weight in self.weights()})
 
     def _reader(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: self.value(tensor).cpu()

@@ -14,7 +14,7 @@ from whet.data.conversation import Message
 from whet.data.render.renderer import Renderer
 from whet.exporting.dtypes import ExportDtype
 from whet.exporting.spec import ExportFindings, GenerationSettings
-from whet.model.modules import cache_works
+from whet.model.modules import cache_works, without_generation_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -171,9 +171,11 @@ def check_generation_stops(
             return forced
 
     ids = torch.tensor([list(prompt)], device=model.device)
-    generated = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, num_beams=1,
-        logits_processor=LogitsProcessorList([ForceEnd()]), pad_token_id=end, use_cache=cache_works(model),
-    )  # fmt: skip
+    stops, cached = model.generation_config.eos_token_id, cache_works(model)
+    with without_generation_config(model):
+        generated = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, eos_token_id=stops,
+            logits_processor=LogitsProcessorList([ForceEnd()]), pad_token_id=end, use_cache=cached,
+        )  # fmt: skip
     if generated.shape[1] != ids.shape[1] + 1:
         findings.reasons.append(f"it does not stop after {settings.tokenizer.convert_ids_to_tokens(end)!r}")

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from whet.compat.transformers_private import to_checkpoint_tensors
+from whet.compat.transformers_private import join_checkpoint_tensors, to_checkpoint_tensors
 from whet.core.console import progress
 from whet.exporting.dtypes import ExportDtype
 from whet.exporting.spec import ExportFindings
@@ -45,16 +45,31 @@ class ExportedWeights(Protocol):
 class SafetensorsWeights:
     """The weights in the files of a model folder, where experts may be separate."""
 
-    def __init__(self, folder: Path, language_model: nn.Module) -> None:
+    def __init__(self, folder: Path, trained: TrainedModel) -> None:
         files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
         self._file_of: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        self._language_model = language_model
+        self._language_model, self._joined = trained.language_model, trained.joined_weights()
+        self._shapes = {weight.name: weight.shape for weight in trained.weights() if weight.name in self._joined}
 
     def tensors(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        return to_checkpoint_tensors(self._language_model, name, value)
+        return {name: value} if name in self._joined else to_checkpoint_tensors(self._language_model, name, value)
 
     def read(self, name: str) -> Tensor | None:
+        if name in self._joined:
+            return self._read_part(name)
         return self._file_of[name].get_tensor(name) if name in self._file_of else None
+
+    def _read_part(self, name: str) -> Tensor | None:
+        """A weight that is a part of one tensor: the places of its elements there are those of their numbers."""
+        numbers = {part: torch.full(self._shapes[part], -1) for part in self._joined[name]}
+        numbers[name] = torch.arange(numbers[name].numel()).view(self._shapes[name])
+        ((held, places),) = join_checkpoint_tensors(self._language_model, numbers).items()
+        if held not in self._file_of or (found := self._file_of[held].get_tensor(held)).shape != places.shape:
+            return None
+        is_part = places >= 0
+        value = found.new_empty(int(is_part.sum()))
+        value[places[is_part]] = found[is_part]
+        return value.view(self._shapes[name])
 
 
 class LoadedWeights:

@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -371,8 +372,13 @@ def max_cached_tokens(model: nn.Module) -> int:
 
 
 def _kv_bytes_per_token(model: nn.Module) -> int:
-    """Bytes of keys and values of one token in all layers."""
+    """Bytes of keys and values of one token in all layers, whose heads may differ in size (Gemma 4)."""
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    return sum(map(_kv_width, layers)) * 2 * _compute_dtype(model).itemsize
+
+
+def _kv_width(config: Any) -> int:
+    """Elements of the keys, and of the values, of one token in one layer."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(config.num_hidden_layers * 2 * heads * width * _compute_dtype(model).itemsize)
+    return int(heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads))

@@ -24,7 +24,7 @@ from whet.inference.engine import (
 from whet.inference.kv_cache import probe_kv_cache
 from whet.inference.sampling import Sampling, rng_keys
 from whet.model.attention import native_attention
-from whet.model.modules import cache_works, eval_mode
+from whet.model.modules import cache_works, eval_mode, without_generation_config
 from whet.parallel.fsdp import is_sharded
 
 _SMALL_BATCH = 32
@@ -159,11 +159,12 @@ def _transformers_generate(
         found = [truncate_at_stop_string(row, sampling.stop, options.decode) is not None for row in rows]
         return torch.tensor(found, device=ids.device)
 
-    output = model.generate(  # type: ignore[operator]
-        tokens, attention_mask=torch.ones_like(tokens), generation_config=config,
-        stopping_criteria=[contains_stop_string] if sampling.stop else None,
-        streamer=_TokenStreamer(first_index, options) if options.on_token is not None else None,
-    )  # fmt: skip
+    with without_generation_config(model):
+        output = model.generate(  # type: ignore[operator]
+            tokens, attention_mask=torch.ones_like(tokens), generation_config=config,
+            stopping_criteria=[contains_stop_string] if sampling.stop else None,
+            streamer=_TokenStreamer(first_index, options) if options.on_token is not None else None,
+        )  # fmt: skip
     return output[:, width:].tolist()
 
 

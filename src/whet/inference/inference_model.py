@@ -13,7 +13,7 @@ from torch import nn
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.conversation import Message
-from whet.data.read.record_fields import require_text
+from whet.data.read.records.record_fields import require_text
 from whet.data.render.renderer import Renderer
 from whet.data.render.template_text import Tools
 from whet.inference.calculator_tool import InlineCalculator, Tool, with_tool_schema

@@ -178,6 +178,19 @@ def decoder_layers(language_model: nn.Module) -> list[nn.Module]:
     return list(lists[sizes.index(max(sizes))])
 
 
+@contextlib.contextmanager
+def without_generation_config(model: Any) -> Iterator[None]:
+    """`model.generate` completes the settings that it is given with those of the model's generation_config.json, such
+    as beams, stop strings and forced tokens. Not inside the context."""
+    from transformers import GenerationConfig
+
+    before, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
 _CACHE_WORKS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
@@ -188,10 +201,11 @@ def cache_works(model: nn.Module) -> bool:
     if model not in _CACHE_WORKS:
         tokens = torch.ones((1, 4), dtype=torch.long, device=next(model.parameters()).device)
         try:
-            model.generate(  # type: ignore[operator]
-                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=2, do_sample=False, pad_token_id=0,
-                eos_token_id=1 << 30,
-            )  # fmt: skip
+            with without_generation_config(model):
+                model.generate(  # type: ignore[operator]
+                    tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=2, do_sample=False, pad_token_id=0,
+                    eos_token_id=1 << 30,
+                )  # fmt: skip
             _CACHE_WORKS[model] = True
         except torch.OutOfMemoryError:
             raise

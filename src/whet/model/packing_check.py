@@ -226,12 +226,15 @@ def _broken_code(model: nn.Module, error: Exception) -> WhetError:
     )
 
 
+_CHOSEN_TOKENS = ("index_topk", "keep_window_size")  # DeepSeek-V3.2 and GLM-5; Doge
+
+
 def _selects_tokens(model: nn.Module, longest: int) -> bool:
-    """Whether the model attends to some tokens of a document alone, which it may choose among padding too: sparse
-    attention, as in DeepSeek-V3.2 and GLM-5. The documents of the probe are too short to show it."""
+    """Whether the model attends to some tokens of a document alone: sparse attention. Which of equal tokens it chooses
+    depends on the length of the row, and so on padding. The documents of the probe are too short to show it."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    chosen = getattr(config, "index_topk", None)
-    return chosen is not None and longest > chosen
+    sizes = (getattr(config, name, None) for name in _CHOSEN_TOKENS)
+    return any(size is not None and longest > size for size in sizes)
 
 
 _PROBED_LENGTHS = (73, 200)

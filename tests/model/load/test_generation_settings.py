@@ -30,6 +30,12 @@ def test_a_damaged_file_is_an_error_and_not_a_model_without_stop_tokens(tmp_path
             read(model)
 
 
+def test_settings_that_contradict_each_other_are_an_error(tmp_path: Path, model: ModelConfig) -> None:
+    (tmp_path / "generation_config.json").write_text('{"num_return_sequences": 3}')
+    with pytest.raises(WhetError, match=r"generation settings of .* cannot be loaded: Greedy .*num_return_sequences"):
+        stop_ids(model)
+
+
 def test_too_many_open_files_is_an_error_with_its_remedy(tmp_path: Path, model: ModelConfig) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2}')
     assert stop_ids(model) == [2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
+from whet.model.load.placeholder import build_meta_model
 from whet.model.load.pretrained import load_model
 from whet.model.load.tokenizer import load_tokenizer, stop_ids
 from whet.model.load.weight_files import locate_model
@@ -28,6 +30,16 @@ def test_a_model_folder_loads(folder: Path) -> None:
     config = ModelConfig(path=str(folder))
     assert len(load_tokenizer(config)) == load_model(config, "auto").config.vocab_size
     assert stop_ids(config) == [load_tokenizer(config).eos_token_id]
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_an_attention_that_is_not_installed_does_not_matter(key: str, folder: Path) -> None:
+    """Models are published with FlashAttention in config.json; whet attends by itself."""
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {key: "flash_attention_2"}))
+    config = ModelConfig(path=str(folder))
+    assert load_model(config, "auto").config._attn_implementation == "sdpa"
+    build_meta_model(config, torch.float32)
 
 
 def test_a_folder_without_a_config_is_no_model_folder(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from whet.compat.transformers_private import unexpected_weights
+from whet.compat.transformers_private import forget_attention_, unexpected_weights
 from whet.core.errors import WhetError
 from whet.core.files import read_json
 from whet.model.config import ModelConfig
@@ -164,6 +164,7 @@ def build_meta_model(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
             register_model_code(place)
             shape = AutoConfig.from_pretrained(place, revision=config.revision, trust_remote_code=False)
             require_language_model(shape)
+            forget_attention_(shape)
         with init_empty_weights(include_buffers=False):
             model: Any = auto_class(shape).from_config(shape, dtype=dtype, trust_remote_code=False)
     except WhetError:

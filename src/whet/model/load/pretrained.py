@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from whet.compat.transformers_private import forget_dequantization_
+from whet.compat.transformers_private import forget_attention_, forget_dequantization_
 from whet.core.console import loading, warn
 from whet.core.errors import WhetError
 from whet.model.config import ModelConfig
@@ -67,7 +67,8 @@ def load_with_transformers(place: str | Path, *, dequantize: bool = False, **opt
     require_language_model(config)
     if dequantize:
         options |= dequantization_options(config)
-    loaded = auto_class(config).from_pretrained(place, **options)
+    forget_attention_(config)
+    loaded = auto_class(config).from_pretrained(place, config=config, **options)
     if getattr(config, "quantization_config", None) is not None:
         _finish_dequantization_(loaded[0] if isinstance(loaded, tuple) else loaded, options.get("dtype"))
     return loaded

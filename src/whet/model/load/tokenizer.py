@@ -133,6 +133,8 @@ def _read_generation_config(config: ModelConfig) -> GenerationConfig | None:
         if (Path(place) / "generation_config.json").exists():
             raise load_error(config.path, "generation settings", error) from None
         return None
+    except ValueError as error:  # settings that contradict each other
+        raise load_error(config.path, "generation settings", error) from None
 
 
 _DEFINING_FILES = (

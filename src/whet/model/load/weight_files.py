@@ -160,8 +160,8 @@ def quantized_weights(path: str, method: str, failure: str = "") -> WhetError:
 def _quantization_method(folder: Path) -> str | None:
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
-        return str(settings["quant_method"])
-    except (OSError, ValueError, LookupError, TypeError):
+        return str(settings.get("quant_method", "no quant_method in config.json, as of MLX")) if settings else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 

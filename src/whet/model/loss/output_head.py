@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from whet.compat.peft_private import is_lora_linear, modules_to_save_type, trainable_tokens_type
 from whet.core.errors import WhetError
 
-_LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")  # Cohere; Falcon H1
+_LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere; Falcon H1; Muse Glimmer
 _LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite; Inkling
 _MULTIPLIES = ("hyperclovax",)  # by logits_scaling, by which Granite divides
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma; RecurrentGemma; xLSTM
