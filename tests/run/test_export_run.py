@@ -73,13 +73,13 @@ def test_a_whole_model_has_no_adapter_to_export(whet: Any, tiny_run: Path) -> No
 def test_a_failed_verification_exits_with_3_and_the_run_can_be_resumed(
     whet: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tampered(model: Any, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {name: weight * 0.5 if "embed" in name else weight}
+    def tampered(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: weight * 0.5 if "embed" in name else weight for name, weight in tensors.items()}
 
     folder = tmp_path / "run"
     arguments = ["train", recipe, f"run.dir={folder}", "train.steps=2", "adapter.rank=2", "export.at_end=merged"]
     with monkeypatch.context() as patch:
-        patch.setattr("whet.exporting.hf_folder.to_checkpoint_tensors", tampered)
+        patch.setattr("whet.exporting.hf_folder.join_checkpoint_tensors", tampered)
         ended = whet(*arguments)
     assert ended.code == 3
     assert "does not match the trained one" in " ".join(ended.err.split())

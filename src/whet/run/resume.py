@@ -152,7 +152,7 @@ def changed_settings(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
     compared by their hashes, and named in the result.
     """
     file, hashes = path / "config.yaml", VariableHashes(path)
-    newest = directory.newest_checkpoint(path / "checkpoints")
+    newest = _newest_manifest(path)
     try:
         if newest is None or not config_was_edited(path):
             return _differences(read_yaml(file, expand="none").plain(), config, hashes)
@@ -161,9 +161,19 @@ def changed_settings(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
         if newest is None:
             raise WhetError(f"{error}. Bring the file back, or start a new run: run.dir=FOLDER") from None
         reason = str(error)
-    warn(f"{reason}. The settings in {newest.name}/manifest.json take its place")
-    saved = json.dumps(read_manifest(newest)["config"])  # JSON is YAML
-    return _differences(parse_yaml(saved, str(newest / "manifest.json"), expand="none").plain(), config, hashes)
+    manifest, content = newest
+    warn(f"{reason}. The settings in {manifest.parent.name}/{manifest.name} take its place")
+    saved = json.dumps(content["config"])  # JSON is YAML
+    return _differences(parse_yaml(saved, str(manifest), expand="none").plain(), config, hashes)
+
+
+def _newest_manifest(path: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest manifest of a checkpoint that is not damaged, and its content."""
+    for step in reversed(directory.list_steps(path / "checkpoints")):
+        folder = path / "checkpoints" / directory.checkpoint_name(step)
+        with contextlib.suppress(directory.DamagedCheckpointError):
+            return folder / directory.MANIFEST_NAME, read_manifest(folder)
+    return None
 
 
 def _differences(before: Any, config: Config, hashes: VariableHashes) -> list[tuple[str, Any, Any]]:
@@ -233,11 +243,11 @@ def _warn_about_edited_config(path: Path) -> None:
 def _require_same_examples(path: Path, config: Config) -> None:
     """Refuse tasks that have other examples than those that the run has scored: the report and eval.best would compare
     scores on different questions."""
-    newest = directory.newest_checkpoint(path / "checkpoints")
+    newest = _newest_manifest(path)
     if newest is None:
         prefix = initial_evaluation(path, config.train.first_step).get("samples", Prefix())
     else:
-        prefix = Prefix.from_state(read_manifest(newest)["state"], "samples")
+        prefix = Prefix.from_state(newest[1]["state"], "samples")
     scored = {(line["task"], line["number"]): line for line in intact_lines(path, "samples", prefix)}
     for task, count in loaded_tasks(config.eval):
         for number, example in enumerate(task.examples(count)):

@@ -30,12 +30,13 @@ from whet.data.read.sources import SourceReader, expected_records, source_bytes,
 from whet.data.render.chat_tokenizer import ConversationTokenizer, ItemRenderer
 from whet.data.render.renderer import LayoutMismatchError
 
-_FORMAT_VERSION = 9  # raise it when the same inputs would give other conversations, tokens, masks or files
-_EARLIER_FORMATS = (3, 4, 6, 7, 8)
+_FORMAT_VERSION = 10  # raise it when the same inputs would give other conversations, tokens, masks or files
+_EARLIER_FORMATS = (3, 4, 6, 7, 8, 9)
 """3: a system prompt beside messages is not read, a token that straddles not supervised. 6: neither is the passage that
 choices are about; a label is a mark of KTO even where it is the answer; cells of CSV files have CR LF. 7: a blank
 answer may end with the marker that closes its reasoning; `loss: false` has no effect; tools keep `input_schema`; marks
-in Windows-1252 become letters. 8: numbers of workbooks have no format, merged cells count once."""
+in Windows-1252 become letters. 8: numbers of workbooks have no format, merged cells count once. 9:
+without a known stop token, an answer may end with the part of a generation prompt that the template always appends."""
 _SMALL_CHUNK, _LARGE_CHUNK = 256, 1024  # records; large chunks for much data, to have fewer files
 _LARGE_DATA_BYTES = 2**28
 _SHARD_BYTES_PER_CORE = 2**26  # about 40 s of work; a job of fewer would mostly wait and start
