@@ -189,6 +189,34 @@ def test_an_export_with_the_newest_first_is_not_read_backwards(tmp_path: Path, k
     assert f"message 2 comes before message 1 by '{key}'" in bad.explanation
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        [{"id": 1, "parent_id": "chat-7"}, {"id": 2, "parent_id": "chat-7"}],
+        [{"timestamp": "2024-01-01T10:00:00Z"}, {"timestamp": "2024-01-01T10:00:00.512Z"}],
+        [{"date": "2024-03-31T01:59:00+01:00"}, {"date": "2024-03-31T01:01:00+00:00"}],
+        [{"date": "2024-01-02T10:00"}, {"date": "2024-01-01T10:00Z"}],
+        [{"tool_use": False, "function_calls": 0}, {"tool_use": True, "function_calls": 2}],
+    ],
+)
+def test_ordinary_keys_of_messages_are_no_branches_dates_or_calls(tmp_path: Path, more: Any) -> None:
+    """The conversation's id, milliseconds, another time zone, flags and counts: each record was refused."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [turn | each for turn, each in zip([USER, ANSWER], more, strict=True)]}))
+    assert [turns(each) for each in read_source(Source(path=str(path)))] == [ANSWERED]
+
+
+def test_an_edited_first_message_is_a_branch(tmp_path: Path) -> None:
+    """Claude's exports give every first message the same parent, which is none of them."""
+    parents = ["root", 1, "root", 3]
+    chat = [{**turn, "uuid": n, "parent_uuid": parents[n - 1]} for n, turn in enumerate([USER, ANSWER] * 2, 1)]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": chat}))
+    [bad] = read_source(Source(path=str(path)))
+    assert isinstance(bad, BadRecord)
+    assert "message 3 is no reply to message 2" in bad.explanation
+
+
 def test_records_may_be_under_the_name_of_what_they_could_share(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"version": 4, "history": [{"id": 1, "messages": [USER, ANSWER]}]}))

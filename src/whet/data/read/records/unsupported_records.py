@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from whet.core.errors import BadRecordError
@@ -70,8 +71,8 @@ def _reject_order(turns: Sequence[Any]) -> None:
             continue
         for key in turn.keys() & before.keys():
             if _PARENT.fullmatch(key):
-                own = [value for name, value in before.items() if _OWN_ID.fullmatch(name)]
-                if own and turn[key] not in (None, *own):
+                own = _own_ids(before)
+                if own and turn[key] not in (None, *own) and _is_tree(turns, key):
                     raise BadRecordError(
                         "branches",
                         f"message {number} is no reply to message {number - 1} ({key!r} is {shorten(turn[key])}): the "
@@ -86,12 +87,25 @@ def _reject_order(turns: Sequence[Any]) -> None:
         before = turn
 
 
+def _own_ids(turn: Mapping[str, Any]) -> list[Any]:
+    return [value for name, value in turn.items() if _OWN_ID.fullmatch(name)]
+
+
+def _is_tree(turns: Sequence[Any], key: str) -> bool:
+    """Whether `key` names messages of the conversation: what all of them share may be its own id."""
+    objects = [turn for turn in turns if isinstance(turn, dict)]
+    ids = [own for turn in objects for own in _own_ids(turn)]
+    return any(turn.get(key) in ids for turn in objects)
+
+
 def _reject_other_calls(turns: Sequence[Any]) -> None:
     """Reject calls of tools, and their results, under a name that no format reads: the answer would lack them."""
     for number, turn in enumerate(turns, 1):
         for key, value in turn.items() if isinstance(turn, dict) and len(turn) > 2 else ():
+            if value in EMPTY_VALUES or key in _CALLS or not isinstance(value, (str, list, dict)):
+                continue  # numbers and flags count calls
             inside = isinstance(value, dict) and any(value.get(name) not in EMPTY_VALUES for name in _CALLS)
-            if value not in EMPTY_VALUES and key not in _CALLS and (inside or _OTHER_CALLS.fullmatch(key)):
+            if inside or _OTHER_CALLS.fullmatch(key):
                 raise BadRecordError(
                     "unsupported key",
                     f"message {number} has {key!r}, which whet does not read. Write calls as 'tool_calls' of the "
@@ -100,9 +114,15 @@ def _reject_other_calls(turns: Sequence[Any]) -> None:
 
 
 def _comes_before(one: Any, other: Any) -> bool:
+    if all(isinstance(each, str) and _ISO_DATE.match(each) for each in (one, other)):
+        try:
+            return datetime.fromisoformat(one) < datetime.fromisoformat(other)
+        except TypeError:  # only one has a time zone
+            return False
+        except ValueError:
+            return bool(one < other)
     are_numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (one, other))
-    are_dates = all(isinstance(each, str) and _ISO_DATE.match(each) for each in (one, other))
-    return bool((are_numbers or are_dates) and one < other)
+    return bool(are_numbers and one < other)
 
 
 def _reject_keys(record: Mapping[str, Any], parsed: ParsedRecord, names: Mapping[str, str]) -> None:
