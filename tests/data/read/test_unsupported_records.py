@@ -596,6 +596,47 @@ def test_messages_written_as_text_are_messages(read: Any, write: Callable[[Any],
         assert turns(kept) == [("user", "Q?"), ("assistant", text)]
 
 
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [{**ANSWER, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}], "content": None}],
+        [{"id": 7, **ANSWER}],
+        [{"role": "assistant", "content": [{"type": "text", "text": "A."}]}],
+        [{"thinking": "So.", **ANSWER}],
+    ],
+)
+def test_a_column_of_messages_is_read_like_a_list(read: Any, answers: Any) -> None:
+    """Messages with calls, ids, parts or reasoning were learned as JSON, in quotes and brackets."""
+    listed, written = read(
+        {"prompt": [USER], "completion": answers}, {"prompt": [USER], "completion": json.dumps(answers)}
+    )
+    assert written.messages == listed.messages
+    assert "[" not in written.messages[1].content
+
+
+def test_a_damaged_column_of_messages_is_no_text(read: Any) -> None:
+    """numpy prints lists without commas between their items."""
+    [bad] = read({"prompt": "Q?", "completion": "[{'content': 'A.', 'role': 'assistant'}\n {'role': 'user'}]"})
+    assert "'completion' must be JSON" in bad.explanation
+
+
+@pytest.mark.parametrize("write", [list, json.dumps])
+@pytest.mark.parametrize("more", [{"toolCalls": [{"name": "f"}]}, {"timestamp": 1}])
+def test_turns_in_every_place_are_checked(read: Any, write: Any, more: Any) -> None:
+    """Columns of messages as JSON, and lists as prompt and completion, were not."""
+    user, answer = {**USER, "timestamp": 2}, {**ANSWER, **more}
+    for record in ({"messages": write([user, answer])}, {"prompt": write([user]), "completion": write([answer])}):
+        assert isinstance(read(record)[0], BadRecord)
+
+
+def test_questions_and_roles_in_a_column_of_messages_are_checked(read: Any) -> None:
+    """The answer in another column was lost, and swapped roles were learned."""
+    assert "'answer' is its answer" in refusal(read, {"messages": json.dumps([USER]), "answer": "A."})
+    assert "roles were swapped" in refusal(read, {"messages": json.dumps([ANSWER, USER])})
+    [document] = read({"messages": json.dumps([USER, ANSWER])}, format="text", fields={"text": "messages"})
+    assert isinstance(document, PlainText)
+
+
 @pytest.mark.system("jq")
 @pytest.mark.parametrize("is_array", [False, True])
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import shlex
@@ -16,7 +17,7 @@ from whet.data.read.containers.container import Container, RawRecord, marked_enc
 from whet.data.read.containers.text_encoding import unmarked_utf16
 from whet.data.read.field_advice import MAX_SHOWN_KEYS, describe_format
 from whet.data.read.records.formats import FORMATS, TURN_LIST_FIELDS, begins_chat, find_chat_marker
-from whet.data.read.records.messages import RECORD_FIELDS
+from whet.data.read.records.messages import MESSAGES_FIELDS, RECORD_FIELDS
 from whet.data.read.records.nested_records import name_swapped_roles
 from whet.data.read.records.question_formats import (
     ANSWER_WORDS,
@@ -25,6 +26,7 @@ from whet.data.read.records.question_formats import (
     INSTRUCTION_WORDS,
     QUESTION_WORDS,
     SYSTEM_WORDS,
+    decode_messages,
     list_choices,
 )
 from whet.data.read.records.question_shapes import find_context, find_names, name_addition
@@ -88,6 +90,7 @@ def detect_source_format(containers: Sequence[Container], source: Source) -> Det
     sample = _sample_records(itertools.chain.from_iterable(each.records() for each in containers), _SAMPLED_RECORDS)
     for each in containers[1:_SAMPLED_FILES]:
         sample += _sample_records(each.records(), 1)
+    sample = [(_decode_turns(record, source), place) for record, place in sample]
     is_text = containers[0].kind not in ("parquet", "arrow", "xlsx")
     if source.format == "auto" and is_text and (not sample or any("\0" in key for key in record_keys([sample[0][0]]))):
         _reject_binary(containers[0])
@@ -120,6 +123,17 @@ def _sample_records(records: Iterator[RawRecord], count: int) -> list[tuple[Any,
         except (BadRecordError, RecursionError):
             continue
     return found
+
+
+def _decode_turns(record: Any, source: Source) -> Any:
+    """The record, its lists of turns decoded where they are JSON in a text, as tables have them."""
+    if not isinstance(record, dict):
+        return record
+    fields, decoded = source.fields or {}, dict(record)
+    for name in {*MESSAGES_FIELDS["messages"], *map(fields.get, TURN_LIST_FIELDS)} - {fields.get("text")}:
+        with contextlib.suppress(BadRecordError):  # reported when it is read
+            decoded |= {name: decode_messages(record[name])} if name in record else {}
+    return decoded
 
 
 def _reject_binary(container: Container) -> None:

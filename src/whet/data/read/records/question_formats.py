@@ -31,7 +31,7 @@ from whet.data.read.records.record_fields import (
     require_text,
     shorten,
 )
-from whet.data.read.records.sharegpt import SHAREGPT_ROLES
+from whet.data.read.records.sharegpt import SHAREGPT_CALLS, SHAREGPT_ROLES
 
 # alpaca: {"instruction": "…", "input": "…", "output": "…"}.
 #
@@ -194,7 +194,7 @@ def parse_prompt_completion(record: Any, names: Mapping[str, str], origin: Origi
 
 
 def _as_messages(value: Any, name: str, role: str) -> list[Any]:
-    value = _decode_messages(value)
+    value = decode_messages(value, f"'{name}'")
     if _is_other_object(value):
         keys = ", ".join(map(repr, value)) or "no keys"
         raise BadRecordError(
@@ -206,23 +206,30 @@ def _as_messages(value: Any, name: str, role: str) -> list[Any]:
     return [{"role": role, "content": require_nonempty(value, f"'{name}'")}]
 
 
-_WRITTEN_MESSAGE = re.compile(r"""\s*\[?\s*\{\s*["'](?:role|content|from|value)["']""")
+_WRITTEN_MESSAGE = re.compile(r"""\s*\[?\s*\{\s*["']\w""")
+_WRITTEN_ROLE = re.compile(r"""["'](?:role|from)["']\s*:""")
+_WRITTEN_LIST = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["'].*\}\s*\]\s*""", re.DOTALL)
+_WRITTEN_ROLES = (*ROLES, *SHAREGPT_ROLES, *SHAREGPT_CALLS)
 
 
-def _decode_messages(value: Any) -> Any:
+def decode_messages(value: Any, place: str = "") -> Any:
     """The messages that a text is, as tables and logs have them: JSON, or what pandas writes; else the value."""
-    if not isinstance(value, str) or not _WRITTEN_MESSAGE.match(value):
+    if not isinstance(value, str) or not _WRITTEN_MESSAGE.match(value) or not _WRITTEN_ROLE.search(value):
         return value
-    is_list = value.lstrip().startswith("[")
     try:
-        turns = decode_list(value if is_list else f"[{value}]", "")
+        turns = decode_list(value if value.lstrip().startswith("[") else f"[{value}]", place)
     except BadRecordError:
+        if _WRITTEN_LIST.fullmatch(value):  # a list of messages that is damaged, or printed by numpy
+            raise
         return value
-    for turn in turns:
-        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
-        if not isinstance(content, str) or turn.get("role", turn.get("from")) not in {*ROLES, *SHAREGPT_ROLES}:
-            return value
-    return turns
+    return turns if all(map(_is_message, turns)) else value
+
+
+def _is_message(turn: Any) -> bool:
+    if not isinstance(turn, dict) or turn.get("role", turn.get("from")) not in _WRITTEN_ROLES:
+        return False
+    has_calls = any(turn.get(name) not in EMPTY_VALUES for name in ("tool_calls", "function_call"))
+    return has_calls or isinstance(turn.get("content", turn.get("value")), (str, list))
 
 
 def _as_message(turn: Any) -> Any:

@@ -11,7 +11,8 @@ from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, ParsedRecord
 from whet.data.read.records.formats import TURN_LIST_FIELDS
 from whet.data.read.records.messages import MEDIA_KEYS, OTHER_WEIGHTS, RECORD_FIELDS
-from whet.data.read.records.record_fields import EMPTY_VALUES, find_optional, shorten
+from whet.data.read.records.question_formats import PROMPT_COMPLETION_FIELDS, decode_messages
+from whet.data.read.records.record_fields import EMPTY_VALUES, decode_list, find_optional, shorten
 
 _UNSUPPORTED_KEYS = MEDIA_KEYS | {"chat_template_kwargs"}
 _CHECKED_KEYS = _UNSUPPORTED_KEYS | {"weight", "train", *OTHER_WEIGHTS, *RECORD_FIELDS["label"]}
@@ -41,9 +42,7 @@ _ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
 def reject_unsupported(record: Any, parsed: ParsedRecord, names: Mapping[str, str]) -> None:
     """Raise a BadRecordError if the record has what whet cannot train on, such as images."""
-    name = next((names[field] for field in TURN_LIST_FIELDS if field in names), None)
-    turns = record.get(name) if isinstance(record, dict) else record
-    if isinstance(turns, list):
+    if turns := _list_turns(record, names):
         _reject_order(turns)
         _reject_other_calls(turns)
     if isinstance(record, dict) and ("label" in names or not _CHECKED_KEYS.isdisjoint(record)):
@@ -60,6 +59,16 @@ def reject_unsupported(record: Any, parsed: ParsedRecord, names: Mapping[str, st
                     f"message {number} has the mark {mark.group().strip()}, but whet trains on text only; remove the "
                     "record, or reword it",
                 )
+
+
+def _list_turns(record: Any, names: Mapping[str, str]) -> list[Any]:
+    """The turns of a record, of its prompt and its completion, also where they are JSON in a text."""
+    if not isinstance(record, dict):
+        return record if isinstance(record, list) else []
+    found = [decode_list(record.get(names[field]), "") for field in TURN_LIST_FIELDS if field in names]
+    found += [decode_messages(record.get(names[field])) for field in PROMPT_COMPLETION_FIELDS if field in names]
+    lists = [[turns] if isinstance(turns, dict) else turns for turns in found]
+    return [turn for turns in lists if isinstance(turns, list) for turn in turns]
 
 
 def _reject_order(turns: Sequence[Any]) -> None:
