@@ -229,11 +229,23 @@ def test_weights_of_whole_records_are_refused_in_every_format(read: Any) -> None
             assert read({**record, **more})[0].reason == "bad weight"
 
 
+@pytest.mark.parametrize(("good", "bad"), [("1", "0"), ("True", "False"), ("1.0", "0.0"), ("", "0.5")])
+@pytest.mark.parametrize("key", ["weight", "train", "desirable"])
+def test_weights_and_labels_in_tables_are_numbers(tmp_path: Path, key: str, good: str, bad: str) -> None:
+    """Every row with a weight of 1 was refused, and KTO's bad answers were learned where pandas writes 0.0."""
+    path = tmp_path / "a.csv"
+    path.write_text(f"question,answer,{key}\nQ?,A.,{good}\nQ?,A.,{bad}\n")
+    first, second = read_source(Source(path=str(path)))
+    assert turns(first) == [("user", "Q?"), ("assistant", "A.")]
+    assert isinstance(second, Conversation if (key, bad) == ("desirable", "0.5") else BadRecord)
+
+
 @pytest.mark.parametrize("key", ["loss_mask", "masked"])
 def test_the_mask_of_another_tool_is_refused(read: Any, key: str) -> None:
     masked, good = read({"messages": [USER, ANSWER, USER, ANSWER], key: [0, 0, 0, 1]}, {"messages": [USER, ANSWER]})
     assert f"the record has {key!r}, a mask of its own" in masked.explanation
     assert isinstance(good, Conversation)
+    assert read({"messages": [USER, ANSWER], key: "[0, 1]"})[0].reason == "bad weight"
     detail = [{"begin_offset": 0, "end_offset": 1, "train": False}]
     [bad] = read({"conversations": [HUMAN, {**GPT, "train_detail": detail}]})
     assert "message 2 has train_detail: " in bad.explanation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -16,7 +17,7 @@ from whet.data.read.records.record_fields import EMPTY_VALUES, decode_list, find
 
 _UNSUPPORTED_KEYS = MEDIA_KEYS | {"chat_template_kwargs"}
 _CHECKED_KEYS = _UNSUPPORTED_KEYS | {"weight", "train", *OTHER_WEIGHTS, *RECORD_FIELDS["label"]}
-_NEGATIVE_LABELS = (False, -1, "false", "0", "-1", "undesirable", "bad", "rejected", "dispreferred")  # False equals 0
+_NEGATIVE_LABELS = (False, -1, "undesirable", "bad", "rejected", "dispreferred")  # False equals 0
 _MEDIA_TAG = re.compile(
     r"<\|?(?:image|img|video|audio)(?:_?\d+|_pad)?\|?>|<\|(?:vision|audio)_(?:start|bos)\|>|<start_of_image>",
     re.IGNORECASE,
@@ -35,6 +36,8 @@ _PLACE = re.compile(
     r"|seq(?:uence)?",
     re.IGNORECASE,
 )
+_MASK = re.compile(r"\s*\[\s*(?:\d|true|false|\{)", re.IGNORECASE)
+"""A list of numbers, flags or spans, also as text."""
 _CALLS = ("tool_calls", "function_call")
 _OTHER_CALLS = re.compile(r"(?:tool|function)_?(?:calls?|uses?|invocations?|results?|outputs?)", re.IGNORECASE)
 _ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
@@ -134,6 +137,18 @@ def _comes_before(one: Any, other: Any) -> bool:
     return bool(are_numbers and one < other)
 
 
+def _as_number(value: Any) -> Any:
+    """A number, true or false where a table has it as text, None for an empty cell; other texts in small letters."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower()
+    if text in ("", "true", "false"):
+        return text == "true" if text else None
+    with contextlib.suppress(ValueError):
+        return float(text)
+    return text
+
+
 def _reject_keys(record: Mapping[str, Any], parsed: ParsedRecord, names: Mapping[str, str]) -> None:
     for key in sorted(_UNSUPPORTED_KEYS & record.keys()):
         if record[key] not in EMPTY_VALUES and key not in names.values():
@@ -141,13 +156,13 @@ def _reject_keys(record: Mapping[str, Any], parsed: ParsedRecord, names: Mapping
             raise BadRecordError("unsupported key", f"the record has '{key}', but whet {why}; remove it")
     if not isinstance(parsed, Conversation):
         return
-    if record.get("weight") not in (None, 1) or record.get("train") not in (None, True):
+    if _as_number(record.get("weight")) not in (None, 1) or _as_number(record.get("train")) not in (None, True):
         raise BadRecordError(
             "bad weight",
             "weight and train do not apply to a whole record. Set them for its messages, or weight for the source",
         )
     for key in OTHER_WEIGHTS:
-        if isinstance(record.get(key), list) and record[key]:
+        if isinstance(record.get(key), (str, list)) and _MASK.match(str(record[key])):
             raise BadRecordError(
                 "bad weight",
                 f"the record has {key!r}, a mask of its own, which whet does not read. To exclude a message from the "
@@ -156,7 +171,7 @@ def _reject_keys(record: Mapping[str, Any], parsed: ParsedRecord, names: Mapping
     name, label = find_optional(record, "label", RECORD_FIELDS["label"], names)
     if any(name == used for field, used in names.items() if field != "label"):
         return
-    if (label.lower() if isinstance(label, str) else label) in _NEGATIVE_LABELS:
+    if _as_number(label) in _NEGATIVE_LABELS:
         raise BadRecordError(
             "negative label",
             f"'{name}' is {shorten(label)}, which marks a bad answer (KTO). Keep the good ones with where: "
