@@ -187,6 +187,9 @@ def test_an_object_of_columns_that_pandas_wrote_is_read(tmp_path: Path) -> None:
     columns = {"Frage": {"0": "Q?", "2": "R?"}, "Antwort": {"0": "A.", "2": "B."}}
     (tmp_path / "a.json").write_text(json.dumps(columns))
     assert read(tmp_path / "a.json")[0] == [("Q?", "A."), ("R?", "B.")]
+    turns = [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": "A."}]
+    (tmp_path / "a.json").write_text(json.dumps({"messages": {"0": turns, "1": turns}}))
+    assert read(tmp_path / "a.json")[0] == [("Q?", "A.")] * 2
 
 
 def test_line_breaks_of_windows_in_cells_are_no_text(tmp_path: Path) -> None:

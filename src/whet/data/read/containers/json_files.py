@@ -232,11 +232,12 @@ def _rows_of_columns(whole: dict[str, Any]) -> list[dict[str, Any]]:
     """The records of an object of columns, {"question": {"0": …, "1": …}, "answer": {…}} or {"question": […],
     "answer": […]}, as to_json of pandas and to_dict of datasets write it; none of any other object."""
     columns = list(whole.values())
-    if len(columns) > 1 and all(isinstance(column, dict) and "0" in column for column in columns):
+    if columns and all(isinstance(column, dict) and "0" in column for column in columns):
         rows = list(columns[0])
         if not all(row.isdigit() for row in rows) or any(list(column) != rows for column in columns):
             return []
-        return [{name: column[row] for name, column in whole.items()} for row in rows]
+        records = [{name: column[row] for name, column in whole.items()} for row in rows]
+        return records if len(columns) > 1 or is_record(records[0]) else []
     if not all(isinstance(column, list) and column and not isinstance(column[0], dict) for column in columns):
         return []
     if len({len(column) for column in columns}) != 1:
