@@ -40,6 +40,23 @@ def test_expressions(text: str, expected: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("score == 4", True), ("score != 4", False), ("score >= 3.5", True), ("5 > score", True), ("score > 9", False),
+        ("score in [3, 4]", True), ("score not in [3, 4]", False), ("score == '4.0'", True), ("score == '4'", False),
+        ("score % 2 == 0", True), ("id == 12345678901234567891", True), ("id == 12345678901234567890", False),
+        ("bad", False), ("not bad", True), ("bad == False", True), ("bad != False", False), ("good and score", True),
+        ("zero or bad", False), ("empty == 0", False), ("empty", False), ("lang", True), ("lang == 0", False),
+        ("lang != 0", True), ("good == True", True), ("'e' in lang", True),
+    ],
+)  # fmt: skip
+def test_numbers_and_flags_of_tables_are_no_texts(text: str, expected: bool) -> None:
+    """`score != 4` and `good` kept every row of a CSV file, `not bad` none."""
+    row = {"score": "4.0", "bad": "False", "good": "TRUE", "zero": "0", "empty": "", "lang": "De"}
+    assert RecordFilter(text)({**row, "id": "12345678901234567891"}) is expected
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("lang ==", "column 8"), ("", "data.sources: where: ''"), ("lang = 'de'", "where"), ("a; b", "column 2"),

@@ -32,7 +32,7 @@ from whet.data.read.containers.token_files import describe_mask_rules
 from whet.data.read.detection import detect_source_format, guess_fields
 from whet.data.read.records.formats import parser_of
 from whet.data.read.records.question_formats import parse_detected_prompt_completion
-from whet.data.read.records.record_fields import closest_key, describe_type, shorten
+from whet.data.read.records.record_fields import as_number, closest_key, describe_type, shorten
 from whet.data.read.records.unsupported_records import reject_unsupported
 
 _CONTENT_OPTIONS = {
@@ -255,7 +255,8 @@ def _sample_key(sample: GeneratedSample) -> str:
 #
 # Names are fields of the record; `meta.lang` and `meta["lang"]` are nested fields. `record` is the whole record,
 # `turns` the number of messages, `characters` the length of their texts. Supported are literals, lists, comparisons,
-# `and`, `or`, `not`, `in`, `+ - * / // %` on numbers, `+` on strings, `len(x)` and `lower(x)`. A record without a field
+# `and`, `or`, `not`, `in`, `+ - * / // %` on numbers, `+` on strings, `len(x)` and `lower(x)`. A text counts as the
+# number, true or false that it is, as tables have them, where the expression has one of these. A record without a field
 # that the expression reads is a bad record: a misspelled name would otherwise keep or drop everything. For optional
 # fields, write `"lang" in record and lang == "de"`.
 
@@ -267,7 +268,7 @@ Expression = Callable[[Variables], Any]
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
-    ast.GtE: operator.ge, ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b,
+    ast.GtE: operator.ge, ast.In: lambda a, b: _is_in(a, b), ast.NotIn: lambda a, b: not _is_in(a, b),
     ast.Is: lambda a, b: a is b, ast.IsNot: lambda a, b: a is not b,
 }  # fmt: skip
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -297,7 +298,7 @@ class RecordFilter:
         """Whether to keep a record; raises BadRecordError if the expression cannot be evaluated on it."""
         values = {**record} if isinstance(record, dict) else {}
         try:
-            return bool(self._predicate({**values, "record": record, "turns": turns, "characters": characters}))
+            return _is_true(self._predicate({**values, "record": record, "turns": turns, "characters": characters}))
         except (TypeError, ValueError, ArithmeticError, IndexError) as error:
             raise BadRecordError("where", f"where: {self._text} cannot be evaluated: {error}") from None
 
@@ -324,10 +325,10 @@ class RecordFilter:
                 return lambda values: [term(values) for term in terms]
             case ast.BoolOp(op=op, values=parts):
                 terms, how = [self._compile(part) for part in parts], all if isinstance(op, ast.And) else any
-                return lambda values: how(term(values) for term in terms)
+                return lambda values: how(_is_true(term(values)) for term in terms)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 inner_term = self._compile(operand)
-                return lambda values: not inner_term(values)
+                return lambda values: not _is_true(inner_term(values))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 inner_term = self._compile(operand)
                 return lambda values: -_require_number(inner_term(values))
@@ -376,7 +377,7 @@ class RecordFilter:
             left = first(values)
             for how, other in zip(compare, others, strict=True):
                 right = other(values)
-                if not how(left, right):
+                if not how(*_alike(left, right)):
                     return False
                 left = right
             return True
@@ -393,7 +394,23 @@ def _missing_field(name: Any, whole: str, value: Any) -> BadRecordError:
     )
 
 
+def _alike(one: Any, other: Any) -> tuple[Any, Any]:
+    """Both, a text as the number, true or false that it is if the other is one."""
+    if isinstance(other, (int, float)):
+        return as_number(one), other
+    return (one, as_number(other)) if isinstance(one, (int, float)) else (one, other)
+
+
+def _is_in(one: Any, others: Any) -> bool:
+    return any(operator.eq(*_alike(one, other)) for other in others) if isinstance(others, list) else one in others
+
+
+def _is_true(value: Any) -> bool:
+    return bool(as_number(value))
+
+
 def _require_number(value: Any) -> Any:
+    value = as_number(value)
     if not isinstance(value, (int, float)):
         raise TypeError(f"{shorten(value)} is {describe_type(value)}, not a number")
     return value

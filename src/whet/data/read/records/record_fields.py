@@ -24,6 +24,19 @@ _PYTHON_OBJECTS, _MAX_PYTHON = re.compile(r"\s*\[\s*\{\s*'"), 2**20
 _ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
+def as_number(value: Any) -> Any:
+    """A number, true or false where a table has it as text, None for an empty cell; other texts in small letters."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower()
+    if text in ("", "true", "false"):
+        return text == "true" if text else None
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(text)
+    return text
+
+
 def describe_type(value: Any) -> str:
     """The JSON type of a value, in words, for error messages."""
     if value == [] and isinstance(value, list):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -13,7 +12,7 @@ from whet.data.conversation import Conversation, ParsedRecord
 from whet.data.read.records.formats import TURN_LIST_FIELDS
 from whet.data.read.records.messages import MEDIA_KEYS, OTHER_WEIGHTS, RECORD_FIELDS
 from whet.data.read.records.question_formats import PROMPT_COMPLETION_FIELDS, decode_messages
-from whet.data.read.records.record_fields import EMPTY_VALUES, decode_list, find_optional, shorten
+from whet.data.read.records.record_fields import EMPTY_VALUES, as_number, decode_list, find_optional, shorten
 
 _UNSUPPORTED_KEYS = MEDIA_KEYS | {"chat_template_kwargs"}
 _CHECKED_KEYS = _UNSUPPORTED_KEYS | {"weight", "train", *OTHER_WEIGHTS, *RECORD_FIELDS["label"]}
@@ -137,18 +136,6 @@ def _comes_before(one: Any, other: Any) -> bool:
     return bool(are_numbers and one < other)
 
 
-def _as_number(value: Any) -> Any:
-    """A number, true or false where a table has it as text, None for an empty cell; other texts in small letters."""
-    if not isinstance(value, str):
-        return value
-    text = value.strip().lower()
-    if text in ("", "true", "false"):
-        return text == "true" if text else None
-    with contextlib.suppress(ValueError):
-        return float(text)
-    return text
-
-
 def _reject_keys(record: Mapping[str, Any], parsed: ParsedRecord, names: Mapping[str, str]) -> None:
     for key in sorted(_UNSUPPORTED_KEYS & record.keys()):
         if record[key] not in EMPTY_VALUES and key not in names.values():
@@ -156,7 +143,7 @@ def _reject_keys(record: Mapping[str, Any], parsed: ParsedRecord, names: Mapping
             raise BadRecordError("unsupported key", f"the record has '{key}', but whet {why}; remove it")
     if not isinstance(parsed, Conversation):
         return
-    if _as_number(record.get("weight")) not in (None, 1) or _as_number(record.get("train")) not in (None, True):
+    if as_number(record.get("weight")) not in (None, 1) or as_number(record.get("train")) not in (None, True):
         raise BadRecordError(
             "bad weight",
             "weight and train do not apply to a whole record. Set them for its messages, or weight for the source",
@@ -171,7 +158,7 @@ def _reject_keys(record: Mapping[str, Any], parsed: ParsedRecord, names: Mapping
     name, label = find_optional(record, "label", RECORD_FIELDS["label"], names)
     if any(name == used for field, used in names.items() if field != "label"):
         return
-    if _as_number(label) in _NEGATIVE_LABELS:
+    if as_number(label) in _NEGATIVE_LABELS:
         raise BadRecordError(
             "negative label",
             f"'{name}' is {shorten(label)}, which marks a bad answer (KTO). Keep the good ones with where: "
