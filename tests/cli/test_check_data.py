@@ -71,6 +71,34 @@ def test_validation_that_is_trained_on(check: Any, write: Any, talk: Any) -> Non
     check(setting).fault("overlap", "1 of 11 validation conversations", f"first {held}:2", "data.validation.fraction")
 
 
+def test_validation_that_is_nearly_trained_on(check: Any, write: Any, talk: Any) -> None:
+    """Other whitespace, a system message or a weight: no exact duplicates, but memorized all the same."""
+    file = write()
+    turns = talk(7)["messages"]
+    copies = [
+        {"messages": [{**turns[0], "content": f" {turns[0]['content']}\n"}, *turns[1:]]},
+        {"messages": [{"role": "system", "content": "Be kind."}, *turns]},
+        {"messages": [*turns[:-1], {**turns[-1], "weight": 0}, {"role": "user", "content": "?"}, turns[-1]]},
+    ]
+    held = write(*copies, good=range(50, 60), name="held.jsonl")
+    setting = f"data.validation={{sources: [{{path: {held}}}]}}"
+    found = check(setting)
+    found.texts("overlap", "ok")
+    found.warning("near copies", "2 of 13 validation conversations", f"such as {held}:1 and {file}:8", "Remove them")
+    write(talk(50), good=range(51, 60), name="held.jsonl")
+    check(setting).passed()
+
+
+def test_near_copies_on_both_sides_of_a_fraction_are_found(check: Any, write: Any, talk: Any) -> None:
+    texts = [
+        {"messages": [{**turn, "content": space + turn["content"]} for turn in talk(n)["messages"]]}
+        for n in range(20)
+        for space in ("", " ")
+    ]
+    write(*texts, good=[])
+    check("data.validation={fraction: 0.2}").warning("near copies", "but for whitespace")
+
+
 def test_a_validation_fraction_never_overlaps(check: Any, write: Any, talk: Any) -> None:
     write(talk(0))
     assert "no validation" in check("data.validation={fraction: 0.2}").texts("overlap", "ok")

@@ -12,6 +12,7 @@ import numpy as np
 from whet.config import Config
 from whet.core.errors import BadRecordError
 from whet.data.config import Source
+from whet.data.conversation import ParsedRecord
 from whet.data.prepare.store import Store
 from whet.data.prepare.tokenize import EXCHANGE_TOO_LONG
 from whet.data.read.sources import SourceReader
@@ -27,6 +28,7 @@ from whet.data.render.renderer import (
 )
 from whet.data.render.template_text import PROBE, PROBE_TOOL
 from whet.preflight.conflicting_answers import describe_conflicts, find_conflicting_answers
+from whet.preflight.near_copies import find_near_copies
 from whet.preflight.store_comparison import StoreComparison, compare_with_sources, find_corrupted
 from whet.run.data import RunData, describe_step, make_plan
 
@@ -217,18 +219,40 @@ def check_duplicates(data: RunData, accounts: Sequence[dict[str, Any]]) -> Itera
 
 
 _MAX_COMPARED = 100_000
-"""Questions of a source that are compared with each other."""
+"""Conversations of a source that are compared with others."""
 
 
 def check_answers(config: Config, data: RunData) -> Iterator[Finding]:
     """Nearly the same question with different answers."""
-    items: list[Iterator[object]] = []
-    for source in config.data.sources:
-        reader = SourceReader(source)
-        items.append(map(reader.parse, itertools.islice(reader.records(), _MAX_COMPARED)))
-    groups = find_conflicting_answers(itertools.chain.from_iterable(items))
+    groups = find_conflicting_answers(_parse_first(config.data.sources))
     if groups:
         yield Finding("answers", "warning", describe_conflicts(groups, len(data.train.store)))
+
+
+def check_near_copies(config: Config, data: RunData) -> Iterator[Finding]:
+    """Validation conversations that differ from training ones in what validation does not measure."""
+    if data.validation is None or config.data.validation is None:
+        return
+    places = {data.validation.origin(int(number)) for number in data.validation_documents}
+    sources, held = config.data.sources, config.data.validation.sources
+    items = ((each, held is None and each.origin in places) for each in _parse_first(sources))
+    held_items = ((each, each.origin in places) for each in _parse_first(held or ()))
+    exact = {*data.overlap()}
+    found = [pair for pair in find_near_copies(itertools.chain(items, held_items)) if str(pair[0]) not in exact]
+    if found:
+        text = (
+            f"{len(found):,} of {len(data.validation_documents):,} validation conversations are in the training data "
+            f"but for whitespace, the system message or weights, such as {' and '.join(map(str, found[0]))}. Remove "
+            "them from one of the two, so that validation does not measure memorization"
+        )
+        yield Finding("near copies", "warning", text)
+
+
+def _parse_first(sources: Sequence[Source]) -> Iterator[ParsedRecord]:
+    """The first records of each source."""
+    for source in sources:
+        reader = SourceReader(source)
+        yield from map(reader.parse, itertools.islice(reader.records(), _MAX_COMPARED))
 
 
 # The store and the template

@@ -14,6 +14,7 @@ from whet.preflight.data_checks import (
     check_answers,
     check_duplicates,
     check_ledger,
+    check_near_copies,
     check_step_count,
     check_store,
     check_template,
@@ -42,6 +43,7 @@ def _all_findings(config: Config) -> Iterator[Finding]:
             if (hint := store.describe_ledger_lines()) is not None:
                 yield Finding("ledger", "ok", hint)
         yield from check_duplicates(data, accounts)
+        yield from check_near_copies(config, data)
         yield from check_answers(config, data)
         yield from check_store(config, data)
     yield from _template_findings(config, data)
