@@ -271,6 +271,30 @@ def test_tools_under_another_name_are_named(jsonl: Jsonl, read: Any, value: Any)
     assert len(read(record, **remedy(told))[0].tools) == 1
 
 
+@pytest.mark.parametrize("key", ["question", "prompt", "passage"])
+def test_the_question_beside_an_instruction_is_not_lost(read: Any, key: str) -> None:
+    """Only the instruction was the question."""
+    record = {"instruction": "Translate.", key: "Riga is a city.", "output": "a"}
+    message = refusal(read, record)
+    assert f"an instruction, an answer and {key!r}, which belongs to the question" in message
+    for fixed in (remedy(message), {"format": "alpaca"}):
+        [parsed] = read(record, **fixed)
+        assert turns(parsed)[0] == ("user", "Translate.\n\nRiga is a city." if "fields" in fixed else "Translate.")
+    assert "Write it into the input" in refusal(read, {**record, "input": "Into German."})
+    assert "Write it into the input" in refusal(read, {"instruction": "Q?", "options": ["a", "b"], "output": "a"})
+    for empty in ("", None, "manual.pdf", "Translate.", "Below is a task:\n\nTranslate.\n\nDo it."):
+        assert len(turns(read({**record, key: empty})[0])) == 2
+    assert isinstance(read(record | {key: ""}, [record])[1], BadRecord)
+
+
+def test_the_name_of_a_document_is_no_passage(read: Any) -> None:
+    """Question, answer and the file or category that they come from were refused."""
+    for value in ("manual.pdf", "sales/faq-7.md#2", "billing"):
+        assert turns(read({"question": "Q?", "answer": "A.", "document": value, "context": value})[0]) == ANSWERED
+    for value in ("Riga is a city.", "里加是拉脱维亚的首都"):
+        assert "belongs to the question" in refusal(read, {"question": "Q?", "answer": "A.", "document": value})
+
+
 # Preference data
 
 PREFERENCES = {

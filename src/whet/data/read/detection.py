@@ -29,7 +29,7 @@ from whet.data.read.records.question_formats import (
     decode_messages,
     list_choices,
 )
-from whet.data.read.records.question_shapes import find_context, find_names, name_addition
+from whet.data.read.records.question_shapes import find_context, find_names, name_addition, name_alpaca_addition
 from whet.data.read.records.record_fields import closest_key, find_optional, present_names, record_keys
 from whet.data.read.records.record_shapes import (
     ID_NAME,
@@ -184,7 +184,11 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
         raise WhetError(f"data.sources: {source.path}: {unknown}{shape}")
     chosen = _require_one_match(found, sample, source)
     shape = _name_unanswered(chosen, sample) or _name_people(chosen, sample) or _name_swapped_roles(chosen, sample)
-    if shape := shape or (name_addition(sample, dict(chosen[1])) if chosen[0] == "prompt-completion" else None):
+    if chosen[0] == "alpaca":
+        shape = name_alpaca_addition(sample, {**fields, **dict(chosen[1])})
+    elif chosen[0] == "prompt-completion":
+        shape = name_addition(sample, dict(chosen[1]))
+    if shape:
         raise WhetError(f"data.sources: {source.path}: {shape}")
     if chosen[0] == "text" and (shape := name_json_text(sample[0], dict(chosen[1])["text"])):
         raise WhetError(f"data.sources: {source.path}: {shape}")

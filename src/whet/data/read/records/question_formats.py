@@ -123,10 +123,9 @@ SYSTEM_WORDS = """
 """Names of columns that mean a question, an answer, what belongs to the question, an instruction or a system message,
 in several languages; whet proposes them, never assumes them."""
 _PROMPT_COMPLETION_EXAMPLE = '{"prompt": "…", "completion": "…"}'
-MORE_THAN_A_PROMPT = (
-    "instruction", "instructions", "context", "contexts", "passage", "passages", "paragraph", "document", "documents",
-    "choices", "options", "history",
-)  # fmt: skip
+_PASSAGES = ("context", "contexts", "passage", "passages", "paragraph", "document", "documents")
+MORE_THAN_A_PROMPT = ("instruction", "instructions", *_PASSAGES, "choices", "options", "history")
+_NAME = re.compile(r"(?:[\w./:#-]*\w)?", re.ASCII)
 CHOICE_COLUMN = re.compile(r"(?:option|choice|distractor|op)[_ ]?(?:[a-e]|[0-5])", re.IGNORECASE)
 """Fields that add to the question, so that the record is more than a prompt and a completion."""
 _LETTERS = frozenset("ABCDEFabcdef")
@@ -152,9 +151,17 @@ def find_addition(record: Mapping[str, Any], used: Collection[str]) -> str | Non
     for name, value in record.items():
         if value in EMPTY_VALUES or name in used or not isinstance(name, str):
             continue
-        if name.strip().lower() in MORE_THAN_A_PROMPT or CHOICE_COLUMN.fullmatch(name):
+        is_passage = name.strip().lower() in _PASSAGES
+        if is_passage and isinstance(value, str) and is_name(value):
+            continue
+        if is_passage or name.strip().lower() in MORE_THAN_A_PROMPT or CHOICE_COLUMN.fullmatch(name):
             return name
     return None
+
+
+def is_name(value: str) -> bool:
+    """Whether a text is no passage but the name of one, or of a category: `manual.pdf`."""
+    return _NAME.fullmatch(value.strip()) is not None
 
 
 def lettered_choices(record: Mapping[str, Any]) -> list[str]:

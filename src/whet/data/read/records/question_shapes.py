@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whet.data.read.records.question_formats import (
+    ALPACA_OPTIONAL,
     ANSWER_WORDS,
     CONTEXT_WORDS,
     MORE_THAN_A_PROMPT,
     PROMPT_COMPLETION_FIELDS,
     QUESTION_WORDS,
     find_addition,
+    is_name,
 )
-from whet.data.read.records.record_fields import closest_key
+from whet.data.read.records.record_fields import EMPTY_VALUES, closest_key
 
 _PROMPTS, _COMPLETIONS = PROMPT_COMPLETION_FIELDS["prompt"], PROMPT_COMPLETION_FIELDS["completion"]
 
@@ -40,6 +42,32 @@ def find_context(sample: Sequence[Any]) -> dict[str, str] | None:
         if prompt and completion and record.get("history"):
             return {"instruction": prompt, "output": completion}
     return None
+
+
+def name_alpaca_addition(sample: Sequence[Any], names: Mapping[str, str]) -> str | None:
+    """What records with an instruction have beside it that belongs to the question and is not read."""
+    read = {name for field, known in ALPACA_OPTIONAL.items() for name in (names.get(field), *known)}
+    for record in (each for each in sample if isinstance(each, dict)):
+        asked = [_join_lines(record[key]) for key in (names["instruction"], *read) if isinstance(record.get(key), str)]
+        for key in (*_PROMPTS, *MORE_THAN_A_PROMPT):
+            added = record.get(key)
+            if key in (*names.values(), *read) or not isinstance(added, (str, list)) or added in EMPTY_VALUES:
+                continue
+            plain = _join_lines(added) if isinstance(added, str) else ""
+            if isinstance(added, str) and (
+                is_name(added) or any(plain in text or text in plain for text in asked if text)
+            ):
+                continue  # an id or a file, or the prompt that was made of the others
+            whole = f"an instruction, an answer and {key!r}, which belongs to the question"
+            alone = isinstance(added, str) and not any(record.get(name) for name in ALPACA_OPTIONAL["input"])
+            fields = f"{{instruction: {names['instruction']}, input: {key}, output: {names['output']}}}"
+            remedy = f"Set fields: {fields}" if alone else "Write it into the input"
+            return f"{whole}. {remedy}; to train without it, set format: alpaca"
+    return None
+
+
+def _join_lines(text: str) -> str:
+    return " ".join(text.split())
 
 
 def name_addition(sample: Sequence[Any], names: Mapping[str, str] | None = None) -> str | None:
