@@ -287,6 +287,29 @@ def test_the_question_beside_an_instruction_is_not_lost(read: Any, key: str) -> 
     assert isinstance(read(record | {key: ""}, [record])[1], BadRecord)
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda asked, answer: {"instruction": asked, "output": answer},
+        lambda asked, answer: {"question": asked, "answer": answer},
+        lambda asked, answer: {"messages": [{**USER, "content": asked}, {**ANSWER, "content": answer}]},
+    ],
+)
+def test_what_all_questions_lack_is_named(read: Any, ask: Any) -> None:
+    """The reviews were not read: nothing in the question decided between the answers."""
+    reviews = [f"The {n}. film of this series is one that I will not forget so soon." for n in range(4)]
+    good = [ask("Good or bad?", "good" if n % 2 else "bad") | {"review": each} for n, each in enumerate(reviews)]
+    message = refusal(read, *good)
+    assert "all questions are the same, but the answers differ, and so does 'review'" in message
+    if "messages" in good[0]:
+        assert "Write it into the question" in message
+        assert len(read(*good, format="messages")) == 4
+    else:
+        assert turns(read(*good, **remedy(message))[1])[0] == ("user", f"Good or bad?\n\n{reviews[1]}")
+    for fine in (good[:2], [{**each, "review": reviews[0]} for each in good], [ask(r, "A.") for r in reviews]):
+        assert len(read(*fine)) == len(fine)
+
+
 def test_the_name_of_a_document_is_no_passage(read: Any) -> None:
     """Question, answer and the file or category that they come from were refused."""
     for value in ("manual.pdf", "sales/faq-7.md#2", "billing"):

@@ -15,7 +15,7 @@ from whet.data.config import Source
 from whet.data.conversation import Origin
 from whet.data.read.containers.container import Container, RawRecord, marked_encoding, open_bytes
 from whet.data.read.containers.text_encoding import unmarked_utf16
-from whet.data.read.field_advice import MAX_SHOWN_KEYS, describe_format
+from whet.data.read.field_advice import MAX_SHOWN_KEYS, describe_format, name_question_elsewhere
 from whet.data.read.records.formats import FORMATS, TURN_LIST_FIELDS, begins_chat, find_chat_marker
 from whet.data.read.records.messages import MESSAGES_FIELDS, RECORD_FIELDS
 from whet.data.read.records.nested_records import name_swapped_roles
@@ -188,7 +188,7 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
         shape = name_alpaca_addition(sample, {**fields, **dict(chosen[1])})
     elif chosen[0] == "prompt-completion":
         shape = name_addition(sample, dict(chosen[1]))
-    if shape:
+    if shape := shape or name_question_elsewhere(chosen[0], {**fields, **dict(chosen[1])}, sample):
         raise WhetError(f"data.sources: {source.path}: {shape}")
     if chosen[0] == "text" and (shape := name_json_text(sample[0], dict(chosen[1])["text"])):
         raise WhetError(f"data.sources: {source.path}: {shape}")

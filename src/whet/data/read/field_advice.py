@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from whet.core.errors import BadRecordError
+from whet.data.conversation import Conversation, Origin
 from whet.data.read.containers.container import SPLIT_WORDS
 from whet.data.read.records.formats import FORMATS, TURN_LIST_FIELDS, begins_chat
 from whet.data.read.records.messages import MEDIA_KEYS, RECORD_FIELDS
+from whet.data.read.records.question_formats import ALPACA_OPTIONAL
 from whet.data.read.records.record_fields import record_keys
 from whet.data.read.records.record_shapes import Record
 from whet.data.read.records.tools import parse_tools
@@ -21,6 +24,7 @@ _TURN_KEYS = frozenset(
 )
 _SCORE = re.compile(r"(?:\w+_)?(?:score|rating|reward|quality|upvotes|pm_score)", re.IGNORECASE)
 _MIN_TEXT = 40  # characters, on average
+_MIN_SAME = 3  # questions
 _REASONING_KEY = re.compile(
     r"(?:^|_)(?:reason\w*|think\w*|thoughts?|cot|rationale|explanation|scratchpad|trajectory)(?:_|$)", re.IGNORECASE
 )
@@ -33,11 +37,7 @@ _GOOD_KEY = re.compile(r"(?:is[ _])?(?:correct|accepted|approved|good|valid|help
 
 def describe_format(form: str, names: Mapping[str, str], sample: Sequence[Any]) -> str:
     """For example: sharegpt (conversations: from, value); not used: id."""
-    keys = record_keys(sample)
-    inner = FORMATS[form].turn_fields
-    outer = {name: field for field, name in names.items() if field not in inner and name in keys}
-    for field, known in FORMATS[form].optional.items():
-        outer |= {name: field for name in known if field not in names and name in keys and name not in outer}
+    keys, inner, outer = record_keys(sample), FORMATS[form].turn_fields, _used_keys(form, names, sample)
     order = sorted(outer, key=lambda name: (outer[name] not in TURN_LIST_FIELDS, keys.index(name)))
     used = [name if outer[name] in (name, *TURN_LIST_FIELDS) else f"{name} as {outer[name]}" for name in order]
     if inner:
@@ -51,6 +51,41 @@ def describe_format(form: str, names: Mapping[str, str], sample: Sequence[Any]) 
         more = len(unused) - MAX_SHOWN_KEYS
         description += f"; not used: {', '.join(unused[:MAX_SHOWN_KEYS])}" + (f" and {more} more" if more > 0 else "")
     return description + _advise(form, names, [record for record in sample if isinstance(record, dict)], outer)
+
+
+def _used_keys(form: str, names: Mapping[str, str], sample: Sequence[Any]) -> dict[str, str]:
+    """The keys of records that are read, each with its field."""
+    keys, inner = record_keys(sample), FORMATS[form].turn_fields
+    outer = {name: field for field, name in names.items() if field not in inner and name in keys}
+    for field, known in FORMATS[form].optional.items():
+        outer |= {name: field for name in known if field not in names and name in keys and name not in outer}
+    return outer
+
+
+def name_question_elsewhere(form: str, names: Mapping[str, str], sample: Sequence[Any]) -> str | None:
+    """A text that is not read, if all questions are the same although the answers and this text differ."""
+    records, questions, answers = [], set(), set()
+    for record in sample:
+        with contextlib.suppress(BadRecordError):
+            parsed = FORMATS[form].parse(record, FORMATS[form].resolve_names(names), Origin("", 0))
+            if isinstance(parsed, Conversation) and isinstance(record, dict):
+                records.append(record)
+                questions.add(tuple(message.content for message in parsed.messages[:-1]))
+                answers.add(parsed.messages[-1].content)
+    if len(records) < _MIN_SAME or len(questions) > 1 or len(answers) == 1:
+        return None
+    texts = _unused_texts(records, _used_keys(form, names, records))
+    key = next((key for key in texts if len({str(record.get(key)) for record in records}) > 1), None)
+    if key is None:
+        return None
+    asked, answer = names.get("instruction", names.get("prompt")), names.get("output", names.get("completion"))
+    remedy = "Write it into the question"
+    if asked and answer and not any(record.get(name) for record in records for name in ALPACA_OPTIONAL["input"]):
+        remedy = f"Set fields: {{instruction: {asked}, input: {key}, output: {answer}}}"
+    return (
+        f"all questions are the same, but the answers differ, and so does {key!r}, which may belong to the question. "
+        f"{remedy}; to train without it, set format: {form}"
+    )
 
 
 def _unused_turn_keys(sample: Sequence[Any], used: Sequence[str], inner: Sequence[str]) -> list[str]:
