@@ -310,6 +310,18 @@ def test_what_all_questions_lack_is_named(read: Any, ask: Any) -> None:
         assert len(read(*fine)) == len(fine)
 
 
+@pytest.mark.system("jq")
+def test_choices_that_are_counted_from_one_are_refused(read: Any) -> None:
+    """With on_bad: skip, 4 of 4 was dropped, and the others were the choice after theirs."""
+    records = [{"question": "Q?", "choices": ["a", "b", "c"], "answer": n} for n in (1, 3, 2)]
+    message = refusal(read, *records)
+    assert "'answer' counts the choices from 1, as 3 of 3 shows" in message
+    [program] = re.findall(r"jq -c '(.*)' FILE > NEW.jsonl", message)
+    done = subprocess.run(["jq", "-c", program], input=json.dumps(records), capture_output=True, text=True, check=True)
+    assert [turns(each)[1][1] for each in read(*map(json.loads, done.stdout.splitlines()))] == ["A", "C", "B"]
+    assert isinstance(read({**records[0], "answer": 0}, records[1])[1], BadRecord)
+
+
 def test_the_name_of_a_document_is_no_passage(read: Any) -> None:
     """Question, answer and the file or category that they come from were refused."""
     for value in ("manual.pdf", "sales/faq-7.md#2", "billing"):

@@ -29,7 +29,13 @@ from whet.data.read.records.question_formats import (
     decode_messages,
     list_choices,
 )
-from whet.data.read.records.question_shapes import find_context, find_names, name_addition, name_alpaca_addition
+from whet.data.read.records.question_shapes import (
+    find_context,
+    find_names,
+    name_addition,
+    name_alpaca_addition,
+    name_choices_from_one,
+)
 from whet.data.read.records.record_fields import closest_key, find_optional, present_names, record_keys
 from whet.data.read.records.record_shapes import (
     ID_NAME,
@@ -186,6 +192,8 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
     shape = _name_unanswered(chosen, sample) or _name_people(chosen, sample) or _name_swapped_roles(chosen, sample)
     if chosen[0] == "alpaca":
         shape = name_alpaca_addition(sample, {**fields, **dict(chosen[1])})
+    elif chosen[0] == "multiple-choice":
+        shape = name_choices_from_one(sample, dict(chosen[1]))
     elif chosen[0] == "prompt-completion":
         shape = name_addition(sample, dict(chosen[1]))
     if shape := shape or name_question_elsewhere(chosen[0], {**fields, **dict(chosen[1])}, sample):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from whet.data.read.records.question_formats import (
     QUESTION_WORDS,
     find_addition,
     is_name,
+    list_choices,
 )
 from whet.data.read.records.record_fields import EMPTY_VALUES, closest_key
 
@@ -64,6 +66,23 @@ def name_alpaca_addition(sample: Sequence[Any], names: Mapping[str, str]) -> str
             remedy = f"Set fields: {fields}" if alone else "Write it into the input"
             return f"{whole}. {remedy}; to train without it, set format: alpaca"
     return None
+
+
+def name_choices_from_one(sample: Sequence[Any], names: Mapping[str, str]) -> str | None:
+    """Answers that are numbers of choices counted from 1: read from 0, most would be the choice after theirs."""
+    found: list[tuple[int, int]] = []
+    for record in filter(lambda each: isinstance(each, dict), map(list_choices, sample)):
+        answer, choices = record.get(names["answer"]), record.get(names["choices"])
+        if isinstance(answer, int) and not isinstance(answer, bool) and isinstance(choices, list):
+            found.append((answer, len(choices)))
+    last = next((answer for answer, count in found if answer == count), None)
+    if last is None or any(answer < 1 for answer, _ in found):
+        return None
+    key = json.dumps(names["answer"], ensure_ascii=False)
+    return (
+        f"{names['answer']!r} counts the choices from 1, as {last} of {last} shows; whet counts from 0. Write it so: "
+        f"jq -c '(arrays[], objects) | .[{key}] -= 1' FILE > NEW.jsonl"
+    )
 
 
 def _join_lines(text: str) -> str:
