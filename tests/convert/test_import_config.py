@@ -468,6 +468,21 @@ def test_variants_of_switches() -> None:
     ] == 9  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("kind", "given", "place"),
+    [
+        ("mindspeed", {"training": {"warmup_ratio": 0.0}}, "training.warmup_ratio"),
+        ("trl", {"warmup_ratio": 0, "learning_rate": 1}, "warmup_ratio"),
+        ("trl", {"warmup_ratio": 0, "warmup_steps": 0}, "warmup_steps"),
+    ],
+)
+def test_a_run_without_warm_up_names_the_key_that_says_so(kind: str, given: dict[str, Any], place: str) -> None:
+    draft = fill(KINDS[kind], parse_yaml(dump_yaml(given), "given.yaml", expand="none"))
+    warmup = draft.settings["train.schedule.warmup"]
+    assert warmup.value == 0
+    assert warmup.place.endswith(f" {place}")
+
+
 def test_prompts_of_another_making_are_said() -> None:
     kind = {"field_instruction": "q", "field_output": "a", "format": "{instruction}"}
     given = {"datasets": [{"path": "a.jsonl", "type": kind}]}
