@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from whet.core.errors import RunFailedError
-from whet.core.heartbeat import read_neighbour_error, write_torchelastic_error
+from whet.core.heartbeat import read_neighbour_error, write_error_report, write_torchelastic_error
 from whet.core.signals import StopRequested, machine_id
 from whet.run import lifecycle, multiprocess
 from whet.run.multiprocess import Peer, report_failures
@@ -36,6 +36,16 @@ def test_a_process_that_was_killed_is_named(tmp_path: Path, monkeypatch: pytest.
     others.pop(0)
     monkeypatch.setattr(multiprocess, "_DEATH_WITHIN_S", 0.05)
     with pytest.raises(RunFailedError, match=r"^another process of this run exited: .*Connection closed by peer"):
+        lose_peer()
+
+
+def test_the_error_of_another_process_is_told_in_sentences(tmp_path: Path) -> None:
+    def lose_peer() -> None:
+        with report_failures(tmp_path, 0, 2):
+            write_error_report(tmp_path, 1, "the disk is full.", 1)
+            raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RunFailedError, match=r"failed in step \d+: the disk is full\. Start it again"):
         lose_peer()
 
 

@@ -207,7 +207,8 @@ def _lost_peer_message(folder: Path, earlier: frozenset[str], peers: Sequence[Pe
         time.sleep(0.01)
     if first is None:
         return f"another process of this run exited: {_error_text(error)}. {end}"
-    return f"rank {first['rank']} on {first['host']} failed in step {first['step']}: {first['message']}. {end}"
+    message = first["message"].rstrip(".")
+    return f"rank {first['rank']} on {first['host']} failed in step {first['step']}: {message}. {end}"
 
 
 def _error_text(error: BaseException) -> str:
