@@ -413,12 +413,74 @@ def test_a_script_says_how_many_processes_there_are(tmp_path: Path) -> None:
     assert result["config"]["launch"] == {"gpus": 8}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# sft: the second stage\nmkdir -p out/sft\nCOMMAND --learning_rate 1e-6\n",
+        "echo --learning_rate 7 && COMMAND --learning_rate 1e-6 2>&1 | tee --append log; exit\n",
+        "python prepare.py --out sft.jsonl\nCOMMAND --learning_rate 1e-6 >log --eos_token '<|end|>' &\n",
+        "if true; then COMMAND --custom x.py --learning_rate 1e-6 --seed 1; fi; pip install --upgrade x\n",
+        "OTHER='\n  --stage sft \\\n  --seed 2\n'\nCOMMAND --learning_rate 1e-6 \\\n # --seed 3 \\\n  --seed 4\n",
+    ],
+)
+@pytest.mark.parametrize("command", ["trl sft", "torchrun $WHERE train_sft.py", "A=1 python -m my.sft --"])
+def test_the_options_are_those_of_the_command_that_trains(text: str, command: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(text.replace("COMMAND", command))
+    given = read_tree(file, ("sft",)).plain()
+    assert given["learning_rate"] == "1e-6"
+    assert given.keys() <= {"learning_rate", "seed", "eos_token", "custom"}
+    assert given.get("seed", "1") == "1"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("\ntrl sft $ARGS --seed 1", "run.sh:2: $ARGS may hold options"),
+        ("\ntrl sft --output_dir $OUT \\\n --dataset_name x $ARGS", "run.sh:3: $ARGS may hold options"),
+        ('\ntorchrun sft.py "${ARGS[@]}"', "run.sh:2: ${ARGS[@]} may hold options"),
+        ("\naccelerate launch sft.py a.yaml --seed=1", "run.sh:2: the settings are in a.yaml. Import that file"),
+        ("\ntrl sft --config a.yaml --seed 1", "run.sh:2: the settings are in a.yaml. Import that file"),
+        ("\ntrl sft seed=1 --max_length 9", "run.sh:2: 'seed=1' is not an option"),
+        ("\ntrl sft --seed 1\ntrl sft --seed 2", "run.sh:2: sft is in another command too, in line 3"),
+        ("\n# trl sft --seed 1\npython x.py --seed 1", "run.sh: the file holds no command line with sft"),
+    ],
+)
+def test_what_may_stand_for_options_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(WhetError) as caught:
+        read_tree(tmp_path / "run.sh", ("sft",))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["unsloth.py", "unsloth.ipynb"])
+def test_code_is_no_configuration(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"cells": [], "nbformat": 4}')
+    with pytest.raises(WhetError, match=r"not Python code\. .* trainer\.args\.to_json_string"):
+        import_config("trl", tmp_path / name)
+
+
 def test_variants_of_switches() -> None:
     found = settings("axolotl", {"gradient_checkpointing": "offload", "torch_compile": "auto"})
     assert (found["parallel.recompute"], found["parallel.offload"]) == ("full", "activations")
     assert settings("mindspeed", {"training": {"lr_scheduler_type": "constant", "max_steps": 95, "warmup_ratio": 0.1}})[
         "train.schedule.warmup"
     ] == 9  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "place"),
+    [
+        ("mindspeed", {"training": {"warmup_ratio": 0.0}}, "training.warmup_ratio"),
+        ("trl", {"warmup_ratio": 0, "learning_rate": 1}, "warmup_ratio"),
+        ("trl", {"warmup_ratio": 0, "warmup_steps": 0}, "warmup_steps"),
+    ],
+)
+def test_a_run_without_warm_up_names_the_key_that_says_so(kind: str, given: dict[str, Any], place: str) -> None:
+    draft = fill(KINDS[kind], parse_yaml(dump_yaml(given), "given.yaml", expand="none"))
+    warmup = draft.settings["train.schedule.warmup"]
+    assert warmup.value == 0
+    assert warmup.place.endswith(f" {place}")
 
 
 def test_prompts_of_another_making_are_said() -> None:

@@ -195,6 +195,14 @@ def test_runs_are_filtered_by_numbers_and_charts_enlarged(dash, planted, open_pa
     until(page, f"document.querySelector('[data-chart=grad_norm] canvas').clientWidth > {1.5 * before}")
 
 
+def test_a_row_of_the_list_is_one_line_on_a_tablet(dash, tmp_path, open_page):
+    make_run(tmp_path / "support-3")
+    page = open_page(dash(tmp_path).url, 820)
+    page.wait_for_selector(".runs tbody tr")
+    assert page.evaluate("document.querySelector('.runs tbody tr').offsetHeight") < 60
+    assert page.evaluate("document.documentElement.scrollWidth") <= 820
+
+
 @pytest.mark.slow
 def test_two_runs_are_compared(dash, planted, open_page):
     page = open_page(dash(planted).url)

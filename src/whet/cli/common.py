@@ -130,7 +130,7 @@ def _fail(error: WhetError, as_json: bool) -> None:
     from whet.core.heartbeat import write_torchelastic_error
 
     rank, message = launch_env.rank(), mask_secrets(str(error))
-    write_torchelastic_error(message)
+    write_torchelastic_error(message, error.exit_code)
     label = "" if error.exit_code in (ExitCode.STOPPED, ExitCode.INTERRUPTED) else "error: "
     console.print_error(f"{label}{message}" if rank == 0 else f"rank {rank}: {label}{message}")
     if as_json and (rank == 0 or rank >= launch_env.world_size()):

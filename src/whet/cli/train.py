@@ -20,6 +20,7 @@ from whet.cli.common import (
 )
 from whet.core import launch_env
 from whet.core.errors import StoppedError, UsageError
+from whet.core.heartbeat import read_neighbour_error
 from whet.core.signals import StopRequested, raise_on_stop_signals
 
 
@@ -102,7 +103,8 @@ def train(
             run_training(config, resume=resume, until=until, save=not dry_run)
             return _report(config.folder, smoke, dry_run, was_finished) if is_main else {}
     except StopRequested:
-        raise StoppedError("stopped on request. To continue: whet runs resume, or whet train with --resume") from None
+        stopped = StoppedError("stopped on request. To continue: whet runs resume, or whet train with --resume")
+        raise read_neighbour_error() or stopped from None
 
 
 def _report(folder: Path, smoke: bool, dry_run: bool, was_finished: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from whet.core import launch_env
 from whet.core.checksums import read_hashed_json
 from whet.core.display import mask_secrets
-from whet.core.errors import WhetError
+from whet.core.errors import ExitCode, RunFailedError, WhetError
 from whet.core.files import write_json
 
 
@@ -97,15 +97,30 @@ def write_error_report(folder: Path, rank: int, message: str, exit_code: int) ->
         )  # fmt: skip
 
 
-def write_torchelastic_error(message: str) -> None:
-    """Write the error file that torchrun gives each worker, so that its summary shows the message."""
+def write_torchelastic_error(message: str, exit_code: int) -> None:
+    """Write the error file that torchrun gives each worker, so that its summary shows the message. An incomplete one,
+    as of a full disk, would end torchrun with a traceback of its own."""
     file = launch_env.error_file()
     if file is not None:
         message = mask_secrets(message)
-        info = {"py_callstack": message, "timestamp": int(time.time())}
+        info = {"py_callstack": message, "timestamp": int(time.time()), "rank": launch_env.rank(), "exit": exit_code}
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"message": {"message": message, "extraInfo": info}}))
+            write_json(file, {"message": {"message": message, "extraInfo": info}})
+
+
+def read_neighbour_error() -> WhetError | None:
+    """The error of another process that torchrun started on this machine: torchrun then stops the others with SIGTERM,
+    which none of them can tell from a requested stop."""
+    file = launch_env.error_file()
+    for other in file.parent.parent.glob("*/error.json") if file is not None else ():
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            report = json.loads(other.read_text())["message"]
+            code, rank = report["extraInfo"]["exit"], report["extraInfo"]["rank"]
+            if code not in (ExitCode.STOPPED, ExitCode.INTERRUPTED) and rank != launch_env.rank():
+                kind = WhetError if code == ExitCode.INPUT else RunFailedError
+                return kind(f"rank {rank} on {socket.gethostname()} failed: {report['message']}")
+    return None
 
 
 def report_texts(folder: Path) -> frozenset[str]:

@@ -92,9 +92,9 @@ def run_training(
                 hang_detector.start()
                 if folder is None:
                     open_log(log)
-                with report_failures(config.folder, rank, world_size), advise_on_out_of_memory():
+                with report_failures(config.folder, rank, world_size) as peers, advise_on_out_of_memory():
                     # rank 0 has written the plan by now
-                    require_consistent_ranks(config.folder, digests, config.model.path, ranks)
+                    peers += require_consistent_ranks(config.folder, digests, config.model.path, ranks)
                     [is_new] = ranks.all_gather([is_new] if ranks.is_main else [])
                     startup.end_phase("prepare_s")
                     with assemble(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from whet.core.errors import ExitCode, RunFailedError, StoppedError, WhetError, 
 from whet.core.files import hash_file, hash_json, write_json
 from whet.core.heartbeat import PHASE, read_first_error, report_texts, write_error_report, write_torchelastic_error
 from whet.core.run_folder import record_failure
+from whet.core.signals import ignore_stop_signals, is_alive, machine_id
 from whet.core.watchdog import Watchdog
 from whet.registry.references import is_registered
 from whet.run.data import RunData
@@ -43,14 +46,29 @@ def _store_digest(folder: Path) -> str:
     return hash_json({name: hash_file(folder / name) for name in files if (folder / name).exists()})
 
 
-def require_consistent_ranks(folder: Path, digests: Mapping[str, str], model: str, ranks: Ranks) -> None:
-    """Refuse, on every rank, machines that do not share the run's folder, or have other data or another model.path."""
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A process of the run, by rank in a list of all."""
+
+    host: str
+    machine: str
+    pid: int
+
+    def has_ended(self) -> bool:
+        """Whether it has, as far as this machine can tell."""
+        return self.machine == machine_id() and not is_alive(self.pid)
+
+
+def require_consistent_ranks(folder: Path, digests: Mapping[str, str], model: str, ranks: Ranks) -> list[Peer]:
+    """Refuse, on every rank, machines that do not share the run's folder, or have other data or another model.path.
+    Returns the processes, in the order of their ranks."""
     if ranks.world_size == 1:
-        return
+        return []
     probe = _SharedFolderProbe(folder)
     [name] = ranks.all_gather([probe.write()] if ranks.is_main else [])
     try:
         found = {"host": socket.gethostname(), "sees": probe.sees(name), "stores": dict(digests)}
+        found["peer"] = Peer(socket.gethostname(), machine_id(), os.getpid())
         found["model"] = model if is_registered(model) else None  # a folder may have another path on each machine
         everyone: list[dict[str, Any]] = ranks.all_gather([found])
     finally:
@@ -75,6 +93,7 @@ def require_consistent_ranks(folder: Path, digests: Mapping[str, str], model: st
                 "hold different conversations. Give all machines the same files, or one store on a file system that "
                 "they share (data.store, or the environment variable WHET_CACHE)"
             )
+    return [one["peer"] for one in everyone]
 
 
 class _SharedFolderProbe:
@@ -129,7 +148,7 @@ class HangDetector:
 
     def _report_hang(self, message: str) -> None:
         write_error_report(self._folder, self._rank, message, ExitCode.FAILED)
-        write_torchelastic_error(message)
+        write_torchelastic_error(message, ExitCode.FAILED)
         record_failure(self._folder, message, ExitCode.FAILED, PHASE.step - 1)
         print_error(f"error: {message}")
 
@@ -154,30 +173,42 @@ def process_group(ranks: Ranks) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def report_failures(folder: Path, rank: int, world_size: int) -> Iterator[None]:
+def report_failures(folder: Path, rank: int, world_size: int) -> Iterator[list[Peer]]:
     """Write an error to the run's folder before the other processes can notice it. Where the error is only the loss of
-    another process, raise that process's error instead."""
+    another process, raise that process's error instead. Yields a list for the processes, once they are known."""
+    peers: list[Peer] = []
     (folder / "logs" / f"rank-{rank}.json").unlink(missing_ok=True)
     earlier = report_texts(folder)
     try:
-        yield
+        yield peers
     except (StoppedError, KeyboardInterrupt):
         raise
     except BaseException as error:
         if world_size > 1 and is_peer_failure(error):
-            raise RunFailedError(_lost_peer_message(folder, earlier, error)) from None
+            ignore_stop_signals()  # torchrun sends SIGTERM to the processes that are left
+            raise RunFailedError(_lost_peer_message(folder, earlier, peers, error)) from None
         if world_size > 1:
             code = error.exit_code if isinstance(error, WhetError) else ExitCode.FAILED
             write_error_report(folder, rank, _error_text(error), code)
         raise
 
 
-def _lost_peer_message(folder: Path, earlier: frozenset[str], error: BaseException) -> str:
-    first: dict[str, Any] | None = read_first_error(folder, earlier)
+_DEATH_WITHIN_S = 2.0  # a process that is killed closes its connections before it is gone
+
+
+def _lost_peer_message(folder: Path, earlier: frozenset[str], peers: Sequence[Peer], error: BaseException) -> str:
     end = "Start it again to continue from its last checkpoint (whet train: with --resume)"
+    until = time.monotonic() + _DEATH_WITHIN_S
+    first: dict[str, Any] | None = None
+    while (first := read_first_error(folder, earlier)) is None and time.monotonic() < until:
+        if ended := [f"rank {rank} on {peer.host}" for rank, peer in enumerate(peers) if peer.has_ended()]:
+            killed = "was killed (without an error of its own; often by the system, when memory runs out)"
+            return f"{' or '.join(ended)} {killed}. {end}"
+        time.sleep(0.01)
     if first is None:
         return f"another process of this run exited: {_error_text(error)}. {end}"
-    return f"rank {first['rank']} on {first['host']} failed in step {first['step']}: {first['message']}. {end}"
+    message = first["message"].rstrip(".")
+    return f"rank {first['rank']} on {first['host']} failed in step {first['step']}: {message}. {end}"
 
 
 def _error_text(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from whet.core.console import info, warn
 from whet.core.display import holds_secret
 from whet.core.errors import CancelledError, ExitCode, StoppedError, WhetError, os_error
 from whet.core.files import atomic_dir
+from whet.core.heartbeat import read_neighbour_error
 from whet.core.run_folder import VARIABLES_FILE, RunFolder, config_was_edited, suggest_runs, write_config
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested, ignore_stop_signals
 from whet.core.yaml import Template, parse_yaml, read_yaml
@@ -47,7 +48,9 @@ def open_run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFo
             folder.release()
             raise gone from None
         known = None if isinstance(error, WhetError) else os_error(error, "writing the run", folder.path)
-        if isinstance(error, KeyboardInterrupt) and directory.newest_checkpoint(folder.path / "checkpoints"):
+        if isinstance(error, StopRequested) and (neighbour := read_neighbour_error()):
+            known = neighbour
+        elif isinstance(error, KeyboardInterrupt) and directory.newest_checkpoint(folder.path / "checkpoints"):
             quoted = shlex.quote(str(folder.path))
             known = StoppedError(f"interrupted; the last checkpoint is good. To continue: whet runs resume {quoted}")
         elif isinstance(error, StopRequested):
@@ -56,7 +59,7 @@ def open_run_folder(config: Config, resume: bool, first: bool) -> Iterator[RunFo
             known = CancelledError("interrupted before the first checkpoint: there is nothing to save. Start it again")
         end = known or error
         code = end.exit_code if isinstance(end, WhetError) else ExitCode.FAILED
-        stays = isinstance(error, StopRequested)
+        stays = isinstance(known, StoppedError) and isinstance(error, StopRequested)
         with contextlib.suppress(OSError):
             state = "failed" if code in (ExitCode.INPUT, ExitCode.FAILED) else "stopped"
             folder.set_ended(state, code, str(end) or type(end).__name__, begun=stays and folder.holds_run())

@@ -146,7 +146,8 @@ def _put_warmup(draft: Draft, to_steps: Callable[[float], int], ignored: bool) -
         for key in keys:
             draft.note("different", key, "has no effect with constant; constant_with_warmup would warm up")
         return
-    key = "warmup_steps" if steps or not ratio else "warmup_ratio"
+    has_steps = steps or (not ratio and keys != ["warmup_ratio"])
+    key = "warmup_steps" if has_steps else "warmup_ratio"
     value = steps or ratio
     if value >= 1 and key == "warmup_steps":
         draft.put("train.schedule.warmup", math.ceil(value), key)

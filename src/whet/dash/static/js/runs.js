@@ -97,7 +97,7 @@ export async function show(main) {
       format.loss(run.loss),
       run.best === null ? "–" : h("span", { title: run.best_metric }, format.loss(run.best)),
       format.count(run.tokens), format.hours(run.device_hours || null), format.count(run.tokens_per_s),
-      h("span", { title: run.host ?? "" }, format.age(run.last_sign)),
+      h("span", { class: "age", title: run.host ?? "" }, format.age(run.last_sign)),
     ];
   }
 
