@@ -81,9 +81,10 @@ _NOTE_FINDINGS: dict[str, tuple[Level, str, str]] = {
     ),
     PROMPT_DIFFERS: (
         "warning",
-        "the generation prompt has different whitespace before the answer than the conversation, so chats do not use "
-        "the prompt of training",
-        "Write the same whitespace in a copy of the template: data.template=COPY.jinja",
+        "the generation prompt has different whitespace before the answer than the conversation, or other tokens for "
+        "it, so chats do not use the prompt of training",
+        "Write the same whitespace in a copy of the template (data.template=COPY.jinja), remove it from the start of "
+        "answers, and add the reasoning that the prompt opens",
     ),
     EXCHANGE_TOO_LONG: (
         "warning",

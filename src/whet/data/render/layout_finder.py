@@ -24,6 +24,7 @@ from whet.data.render.template_text import PROBE, TemplateText, Tools
 from whet.tokenizer.named_templates import INLINE_CALL_TOKENS
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerFast
 
 
@@ -145,7 +146,8 @@ class LayoutFinder:
         if header == len(respaced) and not text[start].isspace():
             start -= self._prompt_encoder.open_end(f"x{respaced}")  # x: the message before it
         marker, end = self._end_of_turn(sentinels, turn, tools, rendering.text[last:])
-        return (start, last + marker, last + end), respaced[header:].strip(), respaced != prompt
+        prefill, whitespace_missing = respaced[header:].strip(), respaced[header:].isspace()
+        return (start, last + marker, last + end), prefill, respaced != prompt or whitespace_missing
 
     def _header_length(self, prompt: str, text: str, turn: int, role_before: str) -> int:
         """How many characters the generation prompt and a turn have in common, both from the text before them on.
@@ -304,6 +306,7 @@ FIRST_WORDS = (
 """What answers may begin with: common words; digits, letters and punctuation."""
 _CONTEXT_CHARACTERS = 64
 """As many characters before an answer, or fewer from the last marker on, decide how it is split into tokens."""
+_LAST_WORD = re.compile(r"\s*\S*\s*$")
 
 
 class PromptEncoder:
@@ -313,20 +316,39 @@ class PromptEncoder:
         """`markers` finds the tokens at which `backend` splits a text."""
         self._backend, self._markers = backend, markers
         self._cached_open_end = lru_cache(maxsize=256)(self._find_open_end)
+        self._cached_last_ids = lru_cache(maxsize=256)(self._find_last_ids)
 
     def encode(self, prompt: str) -> list[int]:
         """The ids of a prompt as they are before every answer."""
+        return [token for token, _ in self._encode_with_ends(prompt)]
+
+    def _encode_with_ends(self, prompt: str) -> list[tuple[int, int]]:
+        """The ids of a prompt, and where each ends."""
         word = FIRST_WORDS[0] if prompt[-1:].isspace() else ""
         encoding = self._backend.encode(prompt + word, add_special_tokens=False)
         length = len(prompt) - self.open_end(prompt)
-        return [token for token, (_, end) in zip(encoding.ids, encoding.offsets, strict=True) if end <= length]
+        return [(token, end) for token, (_, end) in zip(encoding.ids, encoding.offsets, strict=True) if end <= length]
+
+    def ends_like_prompt(self, ids: NDArray[np.int32], prompt: str) -> bool:
+        """Whether the ids before an answer end as those of its prompt do."""
+        last = self._cached_last_ids(_LAST_WORD.findall(self._context(prompt[-_CONTEXT_CHARACTERS:]))[0])
+        return ids[len(ids) - len(last) :].tolist() == last
+
+    def _find_last_ids(self, last_word: str) -> list[int]:
+        """The ids of a prompt from its last character on that is not whitespace."""
+        prompt = f"x{last_word}" if last_word[0].isspace() else last_word  # x: the word before it
+        return [token for token, end in self._encode_with_ends(prompt) if end >= len(prompt.rstrip())]
 
     def open_end(self, prompt: str) -> int:
         """How many characters of whitespace at the end of a prompt are not the same tokens before every answer."""
         if not prompt[-1:].isspace():
             return 0
+        return self._cached_open_end(self._context(prompt))
+
+    def _context(self, prompt: str) -> str:
+        """The end of a prompt that decides how its whitespace is split into tokens."""
         start = max((marker.start() for marker in self._markers.finditer(prompt)), default=0)
-        return self._cached_open_end(prompt[max(start, len(prompt) - _CONTEXT_CHARACTERS) :])
+        return prompt[max(start, len(prompt) - _CONTEXT_CHARACTERS) :]
 
     def _find_open_end(self, prompt: str) -> int:
         before = []

@@ -119,7 +119,7 @@ class Renderer:
             self._layout_cache = LayoutCache(
                 self.text.chat_template, self.text.content_parts, train_on, self._markers.pattern,
                 {text: bool(self._markers.is_special[i]) for text, i in self._markers.ids.items()},
-                lambda text: self._backend.encode(text, add_special_tokens=False).ids,
+                self._prompt_encoder.encode,
             )  # fmt: skip
 
     def render_items(self, items: Sequence[Conversation | PlainText | MarkedText]) -> list[Rendered | BadRecordError]:
@@ -258,7 +258,7 @@ class Renderer:
     def _mask_from_offsets(self, layout: Layout, encoding: PrefixedEncoding) -> Rendered | BadRecordError:
         ids = np.frombuffer(array("i", encoding.ids), dtype=np.int32)
         loss = (np.ones if layout.supervise_all else np.zeros)(len(ids), dtype=np.uint8)
-        supervises_end = True
+        supervises_end, prompt_differs = True, False
         for start, marker, end in layout.spans:
             found = _token_span(encoding, layout.text, (start, marker, end), layout.supervise_all)
             if found is None:
@@ -268,14 +268,23 @@ class Renderer:
                 )
             loss[found[0] : found[1]] = not layout.supervise_all
             supervises_end &= marker < end
+            if not layout.supervise_all:
+                prompt_differs |= self._differs_from_prompt(encoding, ids, found[0], layout.text[:start])
         if layout.supervise_all:
             loss[:1] = 0  # the first token has no context to be predicted from
             supervises_end = layout.text.rstrip().endswith(tuple(self.stop_markers))
-        notes = _layout_notes(layout)
+        notes = _layout_notes(replace(layout, prompt_differs=layout.prompt_differs or prompt_differs))
         from_template = layout.template_special_tokens
         if from_template is not None and np.count_nonzero(self._markers.is_special[ids]) > from_template:
             notes.append(CONTROL_TOKENS_IN_TEXT)
         return Rendered(ids, loss, supervises_end, tuple(notes))
+
+    def _differs_from_prompt(self, encoding: PrefixedEncoding, ids: NDArray[np.int32], first: int, prompt: str) -> bool:
+        """Whether the whitespace that ends the prompt has other tokens before the answer, which begins at token
+        `first`."""
+        if first > 0 and encoding.token_end(first - 1) > len(prompt):
+            return True
+        return prompt[-1:].isspace() and not self._prompt_encoder.ends_like_prompt(ids[:first], prompt)
 
 
 def _layout_notes(layout: Layout) -> list[str]:
@@ -301,7 +310,7 @@ def _token_span(encoding: PrefixedEncoding, text: str, span: Span, overlapping: 
         return None
     while first > 0 and encoding.token_end(first - 1) > start:  # some tokenizers exclude spaces from offsets
         first -= 1
-    straddles = first > 0 and encoding.token_end(first - 1) < start
+    straddles = first > 0 and (encoding.token_end(first - 1) < start or encoding.token_start(first) < start)
     if straddles and not text[start : encoding.token_end(first)].strip():
         first += 1
     return first, last + (marker < end)
