@@ -309,10 +309,11 @@ def _has_no_sentinels(text: str) -> bool:
 
 
 def _cache_key(conversation: Conversation) -> Any:
-    """All that a template may branch on, apart from the texts. None with tool calls: too many different ones."""
+    """All that a template may branch on, apart from the texts. None with tool calls, which are too different, and with
+    content in parts."""
     roles = []
     for message in conversation.messages:
-        if message.tool_calls or message.tool_call_id is not None or message.name is not None:
+        if message.tool_calls or message.tool_call_id is not None or message.name is not None or message.part_lengths:
             return None
         roles.append((message.role, bool(message.reasoning), bool(message.content), message.train))
     return (*roles, json.dumps(conversation.tools) if conversation.tools else "")
