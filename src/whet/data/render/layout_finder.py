@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from string import printable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,18 @@ def _match_any(texts: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
+class _Turn(NamedTuple):
+    """An assistant turn that is supervised, and how its generation prompt differs from the conversation."""
+
+    span: Span
+    missing_prefill: str
+    """The reasoning prefill of the prompt that the turn has not."""
+    prompt_differs: bool
+    """The whitespace before the answer is another."""
+    context_differs: bool
+    """The text up to the message before the turn is another."""
+
+
 class LayoutFinder:
     """Finds the supervised spans of conversations with one chat template."""
 
@@ -80,18 +92,15 @@ class LayoutFinder:
             if train_on == "all" and not excluded:
                 return Layout(text, (), supervise_all=True)
             raise
-        missing_prefills: tuple[str, ...] = ()
-        prompt_differs = False
+        found: list[_Turn] = []
         if train_on == "all":
             spans = tuple((start, end, end) for start, end in map(rendering.message_span, excluded))
         else:
             supervised = [i for i in (turns[-1:] if train_on == "last" else turns) if i not in excluded]
             if not supervised:
                 raise BadRecordError(NO_SUPERVISED_TOKENS, "every assistant turn is excluded from training")
-            found = [self._supervised_span(sentinels, rendering, text, turn, tools) for turn in supervised]
-            spans = tuple(span for span, _, _ in found)
-            missing_prefills = tuple(sorted({prefill for _, prefill, _ in found if prefill}))
-            prompt_differs = any(differs for _, _, differs in found)
+            found = [self._supervised_turn(sentinels, rendering, text, turn, tools) for turn in supervised]
+            spans = tuple(turn.span for turn in found)
         from_messages = sentinels.count_unreplaced(self._markers.special_pattern)
         needed = [tool for tool in tools if not (self._template.calls_inline and tool == CALCULATOR_SCHEMA)]
         layout = Layout(
@@ -99,8 +108,9 @@ class LayoutFinder:
             spans,
             supervise_all=train_on == "all",
             reasoning_dropped=rendering.reasoning_dropped,
-            missing_prefills=missing_prefills,
-            prompt_differs=prompt_differs,
+            missing_prefills=tuple(sorted({turn.missing_prefill for turn in found} - {""})),
+            prompt_differs=any(turn.prompt_differs for turn in found),
+            context_differs=any(turn.context_differs for turn in found) and not rendering.reasoning_dropped,
             tools_dropped=bool(needed) and self._template.ignores_tools(messages, text),
             template_special_tokens=len(self._markers.special_pattern.findall(rendering.text)) - from_messages,
         )
@@ -121,16 +131,15 @@ class LayoutFinder:
             sentinels = SentinelMessages(messages, slots, self._template.content_parts, self._constants)
             return sentinels, sentinels.verify(text, self._template.render(sentinels.messages, tools))
 
-    def _supervised_span(
+    def _supervised_turn(
         self,
         sentinels: SentinelMessages,
         rendering: SentinelRendering,
         text: str,
         turn: int,
         tools: Tools,
-    ) -> tuple[Span, str, bool]:
-        """Steps 2 and 3: the span of an assistant turn, from the end of its header to the end of its marker; the
-        reasoning prefill of its generation prompt that it has not; whether the prompt has other whitespace."""
+    ) -> _Turn:
+        """Steps 2 and 3: the span of an assistant turn, from the end of its header to the end of its marker."""
         if turn == 0:
             raise BadRecordError(
                 "starts with the assistant",
@@ -139,7 +148,8 @@ class LayoutFinder:
         first, last = rendering.message_span(turn)
         previous = rendering.end_of_previous_sentinel(first)
 
-        prompt = sentinels.tail(self._template.render(sentinels.messages[:turn], tools, prompt=True))
+        whole_prompt = sentinels.unescape(self._template.render(sentinels.messages[:turn], tools, prompt=True))
+        prompt = sentinels.tail(whole_prompt)
         respaced = _with_whitespace_of(text[previous:first], prompt)
         header = self._header_length(respaced, text[previous:last], turn, sentinels.messages[turn - 1]["role"])
         start = previous + header
@@ -147,7 +157,12 @@ class LayoutFinder:
             start -= self._prompt_encoder.open_end(f"x{respaced}")  # x: the message before it
         marker, end = self._end_of_turn(sentinels, turn, tools, rendering.text[last:])
         prefill, whitespace_missing = respaced[header:].strip(), respaced[header:].isspace()
-        return (start, last + marker, last + end), prefill, respaced != prompt or whitespace_missing
+        return _Turn(
+            (start, last + marker, last + end),
+            prefill,
+            respaced != prompt or whitespace_missing,
+            whole_prompt.removesuffix(prompt) != rendering.text[:previous],
+        )
 
     def _header_length(self, prompt: str, text: str, turn: int, role_before: str) -> int:
         """How many characters the generation prompt and a turn have in common, both from the text before them on.

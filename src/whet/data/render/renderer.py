@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 CONTROL_TOKENS_IN_TEXT, REASONING_DROPPED = "control tokens in the text", "reasoning left out by the template"
 TOOLS_DROPPED, PREFILL_MISSING = "tools left out by the template", "reasoning tag only in the prompt"
 PROMPT_DIFFERS = "other whitespace in the prompt"
+CONTEXT_DIFFERS = "other text in the prompt"
 """The ledger's notes on conversations that are kept."""
 
 
@@ -290,7 +291,8 @@ class Renderer:
 def _layout_notes(layout: Layout) -> list[str]:
     dropped = {REASONING_DROPPED: layout.reasoning_dropped, TOOLS_DROPPED: layout.tools_dropped}
     prompts = {PREFILL_MISSING: layout.missing_prefills, PROMPT_DIFFERS: layout.prompt_differs}
-    return [note for note, applies in {**dropped, **prompts}.items() if applies]
+    notes = {**dropped, **prompts, CONTEXT_DIFFERS: layout.context_differs}
+    return [note for note, applies in notes.items() if applies]
 
 
 def _token_span(encoding: PrefixedEncoding, text: str, span: Span, overlapping: bool) -> tuple[int, int] | None:
