@@ -6,7 +6,7 @@ import pytest
 
 from whet.data.render.renderer import CONTEXT_DIFFERS, Rendered, Renderer
 
-from .render_helpers import conversation_of, tokenizer_with
+from .render_helpers import chatml_with, conversation_of, refusal, render, supervised_text, tokenizer_with
 from .template_families import CHATML_TEMPLATE
 
 TURNS = [("user", "Hi"), ("assistant", "Yes"), ("user", "More?"), ("assistant", "No.")]
@@ -28,3 +28,17 @@ def test_other_text_before_the_last_message_of_a_prompt_is_noted(before: str, no
         [found] = renderer.render_items([conversation_of(*TURNS[:count])])
         assert isinstance(found, Rendered)
         assert found.notes == ((CONTEXT_DIFFERS,) if count in noted else ())
+
+
+REMINDER = CHATML_TEMPLATE.replace(
+    "'<|im_end|>'", "(' Be brief.' if m.role == 'user' and loop.revindex <= 2 else '') + '<|im_end|>'"
+)
+
+
+def test_a_reminder_after_the_last_question_alone_leaves_the_last_answer_to_learn() -> None:
+    tokenizer = tokenizer_with(REMINDER)
+    error = refusal(tokenizer, *TURNS)
+    assert error.reason == "no common header"
+    assert str(error).endswith("The last answer alone can be learned: data.train_on=last")
+    assert "data.train_on" not in str(refusal(chatml_with("assistant\n' }}", "bot\n' }}"), *TURNS))
+    assert supervised_text(tokenizer, render(tokenizer, TURNS, "last")) == "No.<|im_end|>"

@@ -5,6 +5,7 @@ Steps 1 to 3 of sentinel rendering, which `whet.data.render.renderer` explains.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Sequence
@@ -99,7 +100,7 @@ class LayoutFinder:
             supervised = [i for i in (turns[-1:] if train_on == "last" else turns) if i not in excluded]
             if not supervised:
                 raise BadRecordError(NO_SUPERVISED_TOKENS, "every assistant turn is excluded from training")
-            found = [self._supervised_turn(sentinels, rendering, text, turn, tools) for turn in supervised]
+            found = self._supervised_turns(sentinels, rendering, text, supervised, tools)
             spans = tuple(turn.span for turn in found)
         from_messages = sentinels.count_unreplaced(self._markers.special_pattern)
         needed = [tool for tool in tools if not (self._template.calls_inline and tool == CALCULATOR_SCHEMA)]
@@ -130,6 +131,23 @@ class LayoutFinder:
         except BadRecordError:
             sentinels = SentinelMessages(messages, slots, self._template.content_parts, self._constants)
             return sentinels, sentinels.verify(text, self._template.render(sentinels.messages, tools))
+
+    def _supervised_turns(
+        self,
+        sentinels: SentinelMessages,
+        rendering: SentinelRendering,
+        text: str,
+        turns: Sequence[int],
+        tools: Tools,
+    ) -> list[_Turn]:
+        try:
+            return [self._supervised_turn(sentinels, rendering, text, turn, tools) for turn in turns]
+        except BadRecordError as error:
+            with contextlib.suppress(BadRecordError):
+                self._supervised_turn(sentinels, rendering, text, turns[-1], tools)
+                hint = "The last answer alone can be learned: data.train_on=last"
+                error = BadRecordError(error.reason, f"{error}. {hint}")
+            raise error from None
 
     def _supervised_turn(
         self,
