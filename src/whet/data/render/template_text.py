@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.conversation import Conversation, Message, Origin
-from whet.tokenizer.chat_template import ChatTemplate, check_rendered_length, template_limits
+from whet.tokenizer.chat_template import ChatTemplate, check_rendered_length, template_limits, template_refusal
 from whet.tokenizer.named_templates import INLINE_CALL_TOKENS, NAMED_TEMPLATES
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class TemplateText:
         except WhetError:
             raise
         except Exception as error:  # a template is a foreign program: it can raise anything
-            raise BadRecordError("template refuses", f"the chat template refuses it: {error}") from None
+            raise template_refusal(error) from None
 
     def apply_with_arguments(self, conversation: Conversation, prompt: bool = False) -> tuple[Conversation, str]:
         """The conversation as the template takes it, and its text.
