@@ -50,7 +50,7 @@ from whet.data.conversation import Conversation, MarkedText, Message, Origin, Pl
 from whet.data.render.layout_cache import Layout, LayoutCache, Span
 from whet.data.render.layout_finder import FIRST_WORDS, LayoutFinder, MarkerTokens, PromptEncoder
 from whet.data.render.shared_prefix import PrefixedEncoding, SharedPrefixEncoder
-from whet.data.render.template_text import PROBE_TOOL, TemplateText, Tools
+from whet.data.render.template_text import PROBE, PROBE_TOOL, TemplateText, Tools
 from whet.tokenizer.chat_template import template_limits
 
 if TYPE_CHECKING:
@@ -185,22 +185,26 @@ class Renderer:
         return self._prompt_encoder.encode(prompt)
 
     def decode_answer(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a generated answer, without the whitespace that the text of its prompt ends with."""
+        """The text of a generated answer, without the whitespace that the template writes before every answer."""
         text = str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
         return text.removeprefix(self._generated_whitespace)
 
     @cached_property
     def _generated_whitespace(self) -> str:
-        """What generated answers begin with, as it is decoded, because `prompt_ids` ends before it."""
-        prompt = ""
+        """What generated answers begin with, as it is decoded, because the template writes it behind the prompt, or
+        `prompt_ids` ends before it."""
+        prompt = text = ""
         if not self.text.exists:
             return prompt
         for tools in ((PROBE_TOOL,), ()):  # some templates require tools, others refuse them
             with contextlib.suppress(BadRecordError):
-                prompt = self.prompt_text([Message("user", "Hi")], tools)
-        if not self._prompt_encoder.open_end(prompt):
+                prompt = text = self.prompt_text(PROBE.messages[:1], tools)
+                text = self.text.apply(with_system(PROBE.messages, self._system), tools)
+        before = text.removeprefix(prompt).partition(PROBE.messages[1].content)[0]
+        whitespace = before if text.startswith(prompt) and before.isspace() else ""
+        if not whitespace and not self._prompt_encoder.open_end(prompt):
             return ""
-        ids = self._backend.encode(prompt + FIRST_WORDS[0], add_special_tokens=False).ids
+        ids = self._backend.encode(prompt + whitespace + FIRST_WORDS[0], add_special_tokens=False).ids
         return str(self.tokenizer.decode(ids[len(self.encode_prompt(prompt)) :])).removesuffix(FIRST_WORDS[0])
 
     def end_of_turn(self) -> int | None:
