@@ -208,3 +208,12 @@ def test_whitespace_with_other_tokens_than_in_the_prompt_is_noted(
     renderer = Renderer(tokenizer, "assistant")
     for _ in range(3):  # from the cache, too
         assert (PROMPT_DIFFERS in rendered_by(renderer, conversation_of("Hi", answer)).notes) == differs
+
+
+def test_whitespace_that_a_marker_swallows_has_no_tokens_of_its_own() -> None:
+    template = "{% for m in messages %}<|im_start|> {{ m.content }}<|im_end|>{% endfor %}" + (
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    renderer = Renderer(small_tokenizer(template, MARKERS, eos="<|im_end|>", strips_markers=True), "assistant")
+    for _ in range(3):
+        assert rendered_by(renderer, conversation_of("Hi", "Yes")).notes == ()

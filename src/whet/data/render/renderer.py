@@ -287,9 +287,9 @@ class Renderer:
     def _differs_from_prompt(self, encoding: PrefixedEncoding, ids: NDArray[np.int32], first: int, prompt: str) -> bool:
         """Whether the whitespace that ends the prompt has other tokens before the answer, which begins at token
         `first`."""
-        if first > 0 and encoding.token_end(first - 1) > len(prompt):
-            return True
-        return prompt[-1:].isspace() and not self._prompt_encoder.ends_like_prompt(ids[:first], prompt)
+        straddles = first > 0 and encoding.token_end(first - 1) > len(prompt)
+        is_whitespace = straddles or prompt[-1:].isspace()
+        return is_whitespace and not self._prompt_encoder.ends_like_prompt(ids[:first], prompt)
 
 
 def _layout_notes(layout: Layout) -> list[str]:
