@@ -16,10 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from examples import examples
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Message, Origin
-from whet.data.render.renderer import Rendered, Renderer
+from whet.data.render.renderer import PROMPT_DIFFERS, Rendered, Renderer
 from whet.preflight.store_comparison import find_straddling_tokens
 
 from .render_helpers import render, supervised_text
+from .template_families import small_tokenizer
 
 MARKERS = ["<|im_start|>", "<|im_end|>"]
 CORPUS = [
@@ -180,3 +181,39 @@ def test_a_prompt_that_ends_in_a_space_leaves_it_to_the_answer() -> None:
             found = render(tokenizer, [("user", "Hi"), ("assistant", answer)])
             assert supervised_text(tokenizer, found).lstrip(" ") == f"{answer}<|im_end|>"
             assert tokenizer.decode(found.ids[found.loss == 0]).endswith("Assistant:")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "header", "answer", "differs"),
+    [
+        ("<think>\n", "<think></think>", "Yes", True),  # as Nemotron 3 without reasoning
+        ("<think>\n", "<think>\n\n</think>\n\n", "Yes", True),  # as Qwen3.5: one token for both line breaks
+        ("<think>\n", "<think>\n", "Hm\n</think>\n\nYes", False),
+        ("\n\n", "\n\n", "Yes", False),
+        ("\n\n", "\n\n", " Yes", True),  # GPT-2's pattern joins line breaks before a space, and before a marker
+        ("\n\n", "\n\n", "<tool_call>", True),
+        ("\n", "\n", "<tool_call>", False),
+        ("\n", "\n", "\n\nYes", True),
+    ],
+)
+def test_whitespace_with_other_tokens_than_in_the_prompt_is_noted(
+    prompt: str, header: str, answer: str, differs: bool
+) -> None:
+    prompt, header = (f"{{{{ {'<|im_start|>assistant' + text!r} }}}}" for text in (prompt, header))
+    template = (
+        f"{{% for m in messages %}}{{% if m.role == 'assistant' %}}{header}{{% endif %}}{{{{ m.content }}}}<|im_end|>"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{prompt}{{% endif %}}"
+    )
+    tokenizer = small_tokenizer(template, [*MARKERS, "<tool_call>", "<think>", "</think>"], eos="<|im_end|>")
+    renderer = Renderer(tokenizer, "assistant")
+    for _ in range(3):  # from the cache, too
+        assert (PROMPT_DIFFERS in rendered_by(renderer, conversation_of("Hi", answer)).notes) == differs
+
+
+def test_whitespace_that_a_marker_swallows_has_no_tokens_of_its_own() -> None:
+    template = "{% for m in messages %}<|im_start|> {{ m.content }}<|im_end|>{% endfor %}" + (
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    renderer = Renderer(small_tokenizer(template, MARKERS, eos="<|im_end|>", strips_markers=True), "assistant")
+    for _ in range(3):
+        assert rendered_by(renderer, conversation_of("Hi", "Yes")).notes == ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import re
 import resource
 import signal
 import time
@@ -18,7 +19,8 @@ from whet.tokenizer import chat_template
 from whet.tokenizer.chat_template import ChatTemplate
 from whet.tokenizer.traced_strings import DataDependentError, TracedStr, TraceGuards
 
-from .template_families import small_tokenizer
+from .render_helpers import conversation_of, tokenizer_with
+from .template_families import CHATML_TEMPLATE, small_tokenizer
 
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
 DOUBLED = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
@@ -159,3 +161,19 @@ def test_time_that_runs_out_while_garbage_is_collected_ends_the_block_in_silence
     with pytest.raises(WhetError, match=r"ran for more than 0\.1 s"), limited(0.1, WhetError):
         spin(60 if Garbage() else 0)
     assert reported == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "advice"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses it: roles must alternate"),
+        ("{{ messages[9].content }}", "correct a copy of the template: data.template=COPY.jinja"),
+        ("{{ 'a' + 1 }}", "correct a copy of the template: data.template=COPY.jinja"),
+    ],
+)
+def test_an_error_of_the_template_itself_says_to_correct_it(raised: str, advice: str) -> None:
+    renderer = Renderer(tokenizer_with(raised + CHATML_TEMPLATE), "assistant")
+    with pytest.raises(BadRecordError, match=re.escape(advice)):
+        renderer.layout(conversation_of(("user", "Hi"), ("assistant", "Yes")))
+    with pytest.raises(BadRecordError, match=re.escape(advice)):
+        renderer.text.render([{"role": "user", "content": "Hi"}])

@@ -3,6 +3,7 @@ and calls of the calculator as messages."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -58,11 +59,20 @@ class Message:
     """For role `tool`: the name of the tool."""
     null_content: bool = field(default=False, compare=False, repr=False)
     """It calls tools and has no content: null, which some templates tell from an empty text."""
+    part_lengths: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    """The record has the content as several text parts of these lengths, and the template gets them as such."""
+
+    @property
+    def parts(self) -> list[dict[str, str]]:
+        """The content as a list of parts."""
+        edges = itertools.accumulate(self.part_lengths, initial=0)
+        texts = [self.content[a:b] for a, b in itertools.pairwise(edges)] or [self.content]
+        return [{"type": "text", "text": text} for text in texts]
 
     def as_dict(self, in_parts: bool = False) -> dict[str, Any]:
         """The dict that chat templates take. Templates read reasoning from `reasoning_content` or `thinking`, so both
         are set. Templates of multimodal models take the content as a list of parts (`in_parts`)."""
-        content: Any = [{"type": "text", "text": self.content}] if in_parts else self.content
+        content: Any = self.parts if in_parts or self.part_lengths else self.content
         if self.null_content and not in_parts:
             content = None
         turn: dict[str, Any] = {"role": self.role, "content": content}
@@ -95,6 +105,10 @@ class Conversation:
     def with_empty_content(self) -> Conversation:
         """Itself with an empty text for content that is null."""
         return replace(self, messages=tuple(replace(message, null_content=False) for message in self.messages))
+
+    def with_joined_parts(self) -> Conversation:
+        """Itself with each content as one text."""
+        return replace(self, messages=tuple(replace(message, part_lengths=()) for message in self.messages))
 
     def with_text_arguments(self) -> Conversation:
         """Itself with the arguments of tool calls as text: as they were written, else as JSON."""

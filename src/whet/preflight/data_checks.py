@@ -20,6 +20,7 @@ from whet.data.render.chat_tokenizer import ChatTokenizer, MarkedTextTokenizer
 from whet.data.render.layout_finder import NO_SUPERVISED_TOKENS
 from whet.data.render.marked_text import MARKER_LOOK_ALIKE
 from whet.data.render.renderer import (
+    CONTEXT_DIFFERS,
     CONTROL_TOKENS_IN_TEXT,
     PREFILL_MISSING,
     PROMPT_DIFFERS,
@@ -83,9 +84,17 @@ _NOTE_FINDINGS: dict[str, tuple[Level, str, str]] = {
     ),
     PROMPT_DIFFERS: (
         "warning",
-        "the generation prompt has different whitespace before the answer than the conversation, so chats do not use "
-        "the prompt of training",
-        "Write the same whitespace in a copy of the template: data.template=COPY.jinja",
+        "the generation prompt has different whitespace before the answer than the conversation, or other tokens for "
+        "it, so chats do not use the prompt of training",
+        "Write the same whitespace in a copy of the template (data.template=COPY.jinja), remove it from the start of "
+        "answers, and add the reasoning that the prompt opens",
+    ),
+    CONTEXT_DIFFERS: (
+        "warning",
+        "before the last message, the generation prompt has other text than the conversation, such as a system prompt "
+        "or tools, so chats do not use the prompt of training",
+        "Write the same in both in a copy of the template (data.template=COPY.jinja). If it differs before earlier "
+        "answers only, learn the last one (data.train_on=last)",
     ),
     EXCHANGE_TOO_LONG: (
         "warning",

@@ -42,6 +42,14 @@ def _unusable_template(reason: str) -> WhetError:
     )
 
 
+def template_refusal(error: Exception) -> BadRecordError:
+    """The error of a chat template: of raise_exception, or its own."""
+    if type(error) is TemplateError:
+        return BadRecordError("template refuses", f"the chat template refuses it: {error}")
+    explanation = f"the chat template fails: {error}. If the record is right, correct a copy of the template"
+    return BadRecordError("template refuses", f"{explanation}: data.template=COPY.jinja")
+
+
 def check_rendered_length(text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
     """`text`, unless a template made it of almost nothing: encoding it would take minutes and fill the memory."""
     if len(text) > _MAX_CHARACTERS and len(text) > _MAX_GROWTH * len(repr((messages, tools))):
@@ -165,7 +173,7 @@ class ChatTemplate:
         except WhetError:
             raise
         except Exception as error:  # a template is a foreign program: it can fail in any way
-            raise BadRecordError("template refuses", f"the chat template refuses it: {error}") from None
+            raise template_refusal(error) from None
 
     def constants(self) -> tuple[str, ...]:
         """Every string that the template compares with or searches for, such as `</think>`, or names in a variable."""

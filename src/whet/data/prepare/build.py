@@ -36,7 +36,8 @@ _EARLIER_FORMATS = (3, 4, 6, 7, 8, 9)
 choices are about; a label is a mark of KTO even where it is the answer; cells of CSV files have CR LF. 7: a blank
 answer may end with the marker that closes its reasoning; `loss: false` has no effect; tools keep `input_schema`; marks
 in Windows-1252 become letters. 8: numbers of workbooks have no format, merged cells count once. 9:
-without a known stop token, an answer may end with the part of a generation prompt that the template always appends."""
+without a known stop token, an answer may end with the part of a generation prompt that the template always appends;
+templates get text parts as one text."""
 _SMALL_CHUNK, _LARGE_CHUNK = 256, 1024  # records; large chunks for much data, to have fewer files
 _LARGE_DATA_BYTES = 2**28
 _SHARD_BYTES_PER_CORE = 2**26  # about 40 s of work; a job of fewer would mostly wait and start

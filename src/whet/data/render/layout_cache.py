@@ -62,6 +62,8 @@ class Layout:
     """What generation prompts open, such as `<think>`, and the turns have not."""
     prompt_differs: bool = False
     """A generation prompt has other whitespace than the turn."""
+    context_differs: bool = False
+    """A prompt has other text than the conversation before the last message."""
     template_special_tokens: int | None = None
     """How many special tokens the template writes; any more come from the messages. None: unknown."""
     fast_mask: FastMask | None = field(default=None, compare=False)
@@ -208,6 +210,7 @@ class _CacheEntry:
     template_special_tokens: int
     missing_prefills: tuple[str, ...]
     prompt_differs: bool
+    context_differs: bool
     fast_mask: FastMask | None
     is_safe: Callable[[str], bool]
     """Whether the template treats a text like those that the entry was made of."""
@@ -242,7 +245,8 @@ class LayoutCache:
         text, spans = entry.layout.fill(texts)
         return Layout(
             text, spans, self._supervise_all, template_special_tokens=entry.template_special_tokens,
-            missing_prefills=entry.missing_prefills, prompt_differs=entry.prompt_differs, fast_mask=entry.fast_mask,
+            missing_prefills=entry.missing_prefills, prompt_differs=entry.prompt_differs,
+            context_differs=entry.context_differs, fast_mask=entry.fast_mask,
         )  # fmt: skip
 
     def should_verify(self, conversation: Conversation) -> bool:
@@ -281,8 +285,9 @@ class LayoutCache:
             is_safe = guards.predicate()
         assert layout.template_special_tokens is not None
         self._entries[key] = _CacheEntry(
-            cached, layout.template_special_tokens, layout.missing_prefills, layout.prompt_differs, fast_mask, is_safe
-        )
+            cached, layout.template_special_tokens, layout.missing_prefills, layout.prompt_differs,
+            layout.context_differs, fast_mask, is_safe,
+        )  # fmt: skip
 
     def _is_reusable(self, conversation: Conversation, text: str, guards: TraceGuards) -> bool:
         """Whether `guards` describe all that the template does with the texts, in each rendering that the layout was
@@ -309,10 +314,11 @@ def _has_no_sentinels(text: str) -> bool:
 
 
 def _cache_key(conversation: Conversation) -> Any:
-    """All that a template may branch on, apart from the texts. None with tool calls: too many different ones."""
+    """All that a template may branch on, apart from the texts. None with tool calls, which are too different, and with
+    content in parts."""
     roles = []
     for message in conversation.messages:
-        if message.tool_calls or message.tool_call_id is not None or message.name is not None:
+        if message.tool_calls or message.tool_call_id is not None or message.name is not None or message.part_lengths:
             return None
         roles.append((message.role, bool(message.reasoning), bool(message.content), message.train))
     return (*roles, json.dumps(conversation.tools) if conversation.tools else "")

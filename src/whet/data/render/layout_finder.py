@@ -5,13 +5,14 @@ Steps 1 to 3 of sentinel rendering, which `whet.data.render.renderer` explains.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from string import printable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from whet.data.render.template_text import PROBE, TemplateText, Tools
 from whet.tokenizer.named_templates import INLINE_CALL_TOKENS
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerFast
 
 
@@ -53,6 +55,18 @@ def _match_any(texts: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
+class _Turn(NamedTuple):
+    """An assistant turn that is supervised, and how its generation prompt differs from the conversation."""
+
+    span: Span
+    missing_prefill: str
+    """The reasoning prefill of the prompt that the turn has not."""
+    prompt_differs: bool
+    """The whitespace before the answer is another."""
+    context_differs: bool
+    """The text up to the message before the turn is another."""
+
+
 class LayoutFinder:
     """Finds the supervised spans of conversations with one chat template."""
 
@@ -79,18 +93,15 @@ class LayoutFinder:
             if train_on == "all" and not excluded:
                 return Layout(text, (), supervise_all=True)
             raise
-        missing_prefills: tuple[str, ...] = ()
-        prompt_differs = False
+        found: list[_Turn] = []
         if train_on == "all":
             spans = tuple((start, end, end) for start, end in map(rendering.message_span, excluded))
         else:
             supervised = [i for i in (turns[-1:] if train_on == "last" else turns) if i not in excluded]
             if not supervised:
                 raise BadRecordError(NO_SUPERVISED_TOKENS, "every assistant turn is excluded from training")
-            found = [self._supervised_span(sentinels, rendering, text, turn, tools) for turn in supervised]
-            spans = tuple(span for span, _, _ in found)
-            missing_prefills = tuple(sorted({prefill for _, prefill, _ in found if prefill}))
-            prompt_differs = any(differs for _, _, differs in found)
+            found = self._supervised_turns(sentinels, rendering, text, supervised, tools)
+            spans = tuple(turn.span for turn in found)
         from_messages = sentinels.count_unreplaced(self._markers.special_pattern)
         needed = [tool for tool in tools if not (self._template.calls_inline and tool == CALCULATOR_SCHEMA)]
         layout = Layout(
@@ -98,8 +109,9 @@ class LayoutFinder:
             spans,
             supervise_all=train_on == "all",
             reasoning_dropped=rendering.reasoning_dropped,
-            missing_prefills=missing_prefills,
-            prompt_differs=prompt_differs,
+            missing_prefills=tuple(sorted({turn.missing_prefill for turn in found} - {""})),
+            prompt_differs=any(turn.prompt_differs for turn in found),
+            context_differs=any(turn.context_differs for turn in found) and not rendering.reasoning_dropped,
             tools_dropped=bool(needed) and self._template.ignores_tools(messages, text),
             template_special_tokens=len(self._markers.special_pattern.findall(rendering.text)) - from_messages,
         )
@@ -120,16 +132,32 @@ class LayoutFinder:
             sentinels = SentinelMessages(messages, slots, self._template.content_parts, self._constants)
             return sentinels, sentinels.verify(text, self._template.render(sentinels.messages, tools))
 
-    def _supervised_span(
+    def _supervised_turns(
+        self,
+        sentinels: SentinelMessages,
+        rendering: SentinelRendering,
+        text: str,
+        turns: Sequence[int],
+        tools: Tools,
+    ) -> list[_Turn]:
+        try:
+            return [self._supervised_turn(sentinels, rendering, text, turn, tools) for turn in turns]
+        except BadRecordError as error:
+            with contextlib.suppress(BadRecordError):
+                self._supervised_turn(sentinels, rendering, text, turns[-1], tools)
+                hint = "The last answer alone can be learned: data.train_on=last"
+                error = BadRecordError(error.reason, f"{error}. {hint}")
+            raise error from None
+
+    def _supervised_turn(
         self,
         sentinels: SentinelMessages,
         rendering: SentinelRendering,
         text: str,
         turn: int,
         tools: Tools,
-    ) -> tuple[Span, str, bool]:
-        """Steps 2 and 3: the span of an assistant turn, from the end of its header to the end of its marker; the
-        reasoning prefill of its generation prompt that it has not; whether the prompt has other whitespace."""
+    ) -> _Turn:
+        """Steps 2 and 3: the span of an assistant turn, from the end of its header to the end of its marker."""
         if turn == 0:
             raise BadRecordError(
                 "starts with the assistant",
@@ -138,14 +166,21 @@ class LayoutFinder:
         first, last = rendering.message_span(turn)
         previous = rendering.end_of_previous_sentinel(first)
 
-        prompt = sentinels.tail(self._template.render(sentinels.messages[:turn], tools, prompt=True))
+        whole_prompt = sentinels.unescape(self._template.render(sentinels.messages[:turn], tools, prompt=True))
+        prompt = sentinels.tail(whole_prompt)
         respaced = _with_whitespace_of(text[previous:first], prompt)
         header = self._header_length(respaced, text[previous:last], turn, sentinels.messages[turn - 1]["role"])
         start = previous + header
         if header == len(respaced) and not text[start].isspace():
             start -= self._prompt_encoder.open_end(f"x{respaced}")  # x: the message before it
         marker, end = self._end_of_turn(sentinels, turn, tools, rendering.text[last:])
-        return (start, last + marker, last + end), respaced[header:].strip(), respaced != prompt
+        prefill, whitespace_missing = respaced[header:].strip(), respaced[header:].isspace()
+        return _Turn(
+            (start, last + marker, last + end),
+            prefill,
+            respaced != prompt or whitespace_missing,
+            whole_prompt.removesuffix(prompt) != rendering.text[:previous],
+        )
 
     def _header_length(self, prompt: str, text: str, turn: int, role_before: str) -> int:
         """How many characters the generation prompt and a turn have in common, both from the text before them on.
@@ -304,6 +339,7 @@ FIRST_WORDS = (
 """What answers may begin with: common words; digits, letters and punctuation."""
 _CONTEXT_CHARACTERS = 64
 """As many characters before an answer, or fewer from the last marker on, decide how it is split into tokens."""
+_LAST_WORD = re.compile(r"\s*\S*\s*$")
 
 
 class PromptEncoder:
@@ -313,20 +349,39 @@ class PromptEncoder:
         """`markers` finds the tokens at which `backend` splits a text."""
         self._backend, self._markers = backend, markers
         self._cached_open_end = lru_cache(maxsize=256)(self._find_open_end)
+        self._cached_last_ids = lru_cache(maxsize=256)(self._find_last_ids)
 
     def encode(self, prompt: str) -> list[int]:
         """The ids of a prompt as they are before every answer."""
+        return [token for token, _ in self._encode_with_ends(prompt)]
+
+    def _encode_with_ends(self, prompt: str) -> list[tuple[int, int]]:
+        """The ids of a prompt, and where each ends."""
         word = FIRST_WORDS[0] if prompt[-1:].isspace() else ""
         encoding = self._backend.encode(prompt + word, add_special_tokens=False)
         length = len(prompt) - self.open_end(prompt)
-        return [token for token, (_, end) in zip(encoding.ids, encoding.offsets, strict=True) if end <= length]
+        return [(token, end) for token, (_, end) in zip(encoding.ids, encoding.offsets, strict=True) if end <= length]
+
+    def ends_like_prompt(self, ids: NDArray[np.int32], prompt: str) -> bool:
+        """Whether the ids before an answer end as those of its prompt do."""
+        last = self._cached_last_ids(_LAST_WORD.findall(self._context(prompt[-_CONTEXT_CHARACTERS:]))[0])
+        return ids[len(ids) - len(last) :].tolist() == last
+
+    def _find_last_ids(self, last_word: str) -> list[int]:
+        """The ids of a prompt from its last character on that is not whitespace."""
+        prompt = f"x{last_word}" if last_word[0].isspace() else last_word  # x: the word before it
+        return [token for token, end in self._encode_with_ends(prompt) if end >= len(prompt.rstrip())]
 
     def open_end(self, prompt: str) -> int:
         """How many characters of whitespace at the end of a prompt are not the same tokens before every answer."""
         if not prompt[-1:].isspace():
             return 0
+        return self._cached_open_end(self._context(prompt))
+
+    def _context(self, prompt: str) -> str:
+        """The end of a prompt that decides how its whitespace is split into tokens."""
         start = max((marker.start() for marker in self._markers.finditer(prompt)), default=0)
-        return self._cached_open_end(prompt[max(start, len(prompt) - _CONTEXT_CHARACTERS) :])
+        return prompt[max(start, len(prompt) - _CONTEXT_CHARACTERS) :]
 
     def _find_open_end(self, prompt: str) -> int:
         before = []

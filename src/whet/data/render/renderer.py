@@ -50,7 +50,7 @@ from whet.data.conversation import Conversation, MarkedText, Message, Origin, Pl
 from whet.data.render.layout_cache import Layout, LayoutCache, Span
 from whet.data.render.layout_finder import FIRST_WORDS, LayoutFinder, MarkerTokens, PromptEncoder
 from whet.data.render.shared_prefix import PrefixedEncoding, SharedPrefixEncoder
-from whet.data.render.template_text import PROBE_TOOL, TemplateText, Tools
+from whet.data.render.template_text import PROBE, PROBE_TOOL, TemplateText, Tools
 from whet.tokenizer.chat_template import template_limits
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 CONTROL_TOKENS_IN_TEXT, REASONING_DROPPED = "control tokens in the text", "reasoning left out by the template"
 TOOLS_DROPPED, PREFILL_MISSING = "tools left out by the template", "reasoning tag only in the prompt"
 PROMPT_DIFFERS = "other whitespace in the prompt"
+CONTEXT_DIFFERS = "other text in the prompt"
 """The ledger's notes on conversations that are kept."""
 
 
@@ -119,7 +120,7 @@ class Renderer:
             self._layout_cache = LayoutCache(
                 self.text.chat_template, self.text.content_parts, train_on, self._markers.pattern,
                 {text: bool(self._markers.is_special[i]) for text, i in self._markers.ids.items()},
-                lambda text: self._backend.encode(text, add_special_tokens=False).ids,
+                self._prompt_encoder.encode,
             )  # fmt: skip
 
     def render_items(self, items: Sequence[Conversation | PlainText | MarkedText]) -> list[Rendered | BadRecordError]:
@@ -184,22 +185,26 @@ class Renderer:
         return self._prompt_encoder.encode(prompt)
 
     def decode_answer(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a generated answer, without the whitespace that the text of its prompt ends with."""
+        """The text of a generated answer, without the whitespace that the template writes before every answer."""
         text = str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
         return text.removeprefix(self._generated_whitespace)
 
     @cached_property
     def _generated_whitespace(self) -> str:
-        """What generated answers begin with, as it is decoded, because `prompt_ids` ends before it."""
-        prompt = ""
+        """What generated answers begin with, as it is decoded, because the template writes it behind the prompt, or
+        `prompt_ids` ends before it."""
+        prompt = text = ""
         if not self.text.exists:
             return prompt
         for tools in ((PROBE_TOOL,), ()):  # some templates require tools, others refuse them
             with contextlib.suppress(BadRecordError):
-                prompt = self.prompt_text([Message("user", "Hi")], tools)
-        if not self._prompt_encoder.open_end(prompt):
+                prompt = text = self.prompt_text(PROBE.messages[:1], tools)
+                text = self.text.apply(with_system(PROBE.messages, self._system), tools)
+        before = text.removeprefix(prompt).partition(PROBE.messages[1].content)[0]
+        whitespace = before if text.startswith(prompt) and before.isspace() else ""
+        if not whitespace and not self._prompt_encoder.open_end(prompt):
             return ""
-        ids = self._backend.encode(prompt + FIRST_WORDS[0], add_special_tokens=False).ids
+        ids = self._backend.encode(prompt + whitespace + FIRST_WORDS[0], add_special_tokens=False).ids
         return str(self.tokenizer.decode(ids[len(self.encode_prompt(prompt)) :])).removesuffix(FIRST_WORDS[0])
 
     def end_of_turn(self) -> int | None:
@@ -258,7 +263,7 @@ class Renderer:
     def _mask_from_offsets(self, layout: Layout, encoding: PrefixedEncoding) -> Rendered | BadRecordError:
         ids = np.frombuffer(array("i", encoding.ids), dtype=np.int32)
         loss = (np.ones if layout.supervise_all else np.zeros)(len(ids), dtype=np.uint8)
-        supervises_end = True
+        supervises_end, prompt_differs = True, False
         for start, marker, end in layout.spans:
             found = _token_span(encoding, layout.text, (start, marker, end), layout.supervise_all)
             if found is None:
@@ -268,20 +273,30 @@ class Renderer:
                 )
             loss[found[0] : found[1]] = not layout.supervise_all
             supervises_end &= marker < end
+            if not layout.supervise_all:
+                prompt_differs |= self._differs_from_prompt(encoding, ids, found[0], layout.text[:start])
         if layout.supervise_all:
             loss[:1] = 0  # the first token has no context to be predicted from
             supervises_end = layout.text.rstrip().endswith(tuple(self.stop_markers))
-        notes = _layout_notes(layout)
+        notes = _layout_notes(replace(layout, prompt_differs=layout.prompt_differs or prompt_differs))
         from_template = layout.template_special_tokens
         if from_template is not None and np.count_nonzero(self._markers.is_special[ids]) > from_template:
             notes.append(CONTROL_TOKENS_IN_TEXT)
         return Rendered(ids, loss, supervises_end, tuple(notes))
 
+    def _differs_from_prompt(self, encoding: PrefixedEncoding, ids: NDArray[np.int32], first: int, prompt: str) -> bool:
+        """Whether the whitespace that ends the prompt has other tokens before the answer, which begins at token
+        `first`."""
+        straddles = first > 0 and encoding.token_end(first - 1) > len(prompt)
+        is_whitespace = straddles or prompt[-1:].isspace()
+        return is_whitespace and not self._prompt_encoder.ends_like_prompt(ids[:first], prompt)
+
 
 def _layout_notes(layout: Layout) -> list[str]:
     dropped = {REASONING_DROPPED: layout.reasoning_dropped, TOOLS_DROPPED: layout.tools_dropped}
     prompts = {PREFILL_MISSING: layout.missing_prefills, PROMPT_DIFFERS: layout.prompt_differs}
-    return [note for note, applies in {**dropped, **prompts}.items() if applies]
+    notes = {**dropped, **prompts, CONTEXT_DIFFERS: layout.context_differs}
+    return [note for note, applies in notes.items() if applies]
 
 
 def _token_span(encoding: PrefixedEncoding, text: str, span: Span, overlapping: bool) -> tuple[int, int] | None:
@@ -301,7 +316,7 @@ def _token_span(encoding: PrefixedEncoding, text: str, span: Span, overlapping: 
         return None
     while first > 0 and encoding.token_end(first - 1) > start:  # some tokenizers exclude spaces from offsets
         first -= 1
-    straddles = first > 0 and encoding.token_end(first - 1) < start
+    straddles = first > 0 and (encoding.token_end(first - 1) < start or encoding.token_start(first) < start)
     if straddles and not text[start : encoding.token_end(first)].strip():
         first += 1
     return first, last + (marker < end)

@@ -158,7 +158,7 @@ class SentinelMessages:
         Restoring the originals must give `text`. Each character must appear exactly once, except where its slot allows
         otherwise.
         """
-        sentinel_text = _unescape(sentinel_text)
+        sentinel_text = self.unescape(sentinel_text)
         codes = _to_code_points(sentinel_text)
         positions = np.flatnonzero(_is_sentinel(codes))
         sources = codes[positions] - FIRST_SENTINEL
@@ -217,9 +217,21 @@ class SentinelMessages:
         return text[len(text.rstrip()) :]
 
     @staticmethod
+    def unescape(sentinel_text: str) -> str:
+        """The rendering with sentinels that the template escaped as themselves. Python's `repr` escapes all unassigned
+        code points, as in arguments that are lists, and `tojson(ensure_ascii=True)` all that are not ASCII."""
+
+        def sentinel(match: re.Match[str]) -> str:
+            code, high, low = (int(digits, 16) if digits else 0 for digits in match.groups())
+            code = code or 0x10000 + (high - 0xD800) * 0x400 + low - 0xDC00
+            return chr(code) if FIRST_SENTINEL <= code <= LAST_SENTINEL else match[0]
+
+        return _ESCAPED.sub(sentinel, sentinel_text)
+
+    @staticmethod
     def tail(sentinel_text: str) -> str:
         """What follows the last sentinel that occurs for the first time."""
-        sentinel_text = _unescape(sentinel_text)
+        sentinel_text = SentinelMessages.unescape(sentinel_text)
         positions = _first_occurrences(_to_code_points(sentinel_text))
         return sentinel_text[int(positions[-1]) + 1 :] if len(positions) else sentinel_text
 
@@ -269,18 +281,6 @@ class SentinelRendering:
 
 
 _ESCAPED = re.compile(r"\\U000([4-9a-d][0-9a-f]{4})|\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})")
-
-
-def _unescape(sentinel_text: str) -> str:
-    """The rendering with sentinels that the template escaped as themselves. Python's `repr` escapes all unassigned code
-    points, as in arguments that are lists, and `tojson(ensure_ascii=True)` all that are not ASCII."""
-
-    def sentinel(match: re.Match[str]) -> str:
-        code, high, low = (int(digits, 16) if digits else 0 for digits in match.groups())
-        code = code or 0x10000 + (high - 0xD800) * 0x400 + low - 0xDC00
-        return chr(code) if FIRST_SENTINEL <= code <= LAST_SENTINEL else match[0]
-
-    return _ESCAPED.sub(sentinel, sentinel_text)
 
 
 def _to_code_points(text: str) -> NDArray[np.uint32]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.data.conversation import Conversation, Message, Origin
-from whet.tokenizer.chat_template import ChatTemplate, check_rendered_length, template_limits
+from whet.tokenizer.chat_template import ChatTemplate, check_rendered_length, template_limits, template_refusal
 from whet.tokenizer.named_templates import INLINE_CALL_TOKENS, NAMED_TEMPLATES
 
 if TYPE_CHECKING:
@@ -76,17 +77,19 @@ class TemplateText:
         except WhetError:
             raise
         except Exception as error:  # a template is a foreign program: it can raise anything
-            raise BadRecordError("template refuses", f"the chat template refuses it: {error}") from None
+            raise template_refusal(error) from None
 
     def apply_with_arguments(self, conversation: Conversation, prompt: bool = False) -> tuple[Conversation, str]:
         """The conversation as the template takes it, and its text.
 
-        Some templates concatenate or print the arguments of tool calls, which are objects, or content that is null:
-        these get text.
+        Some templates concatenate or print content in parts, content that is null, or the arguments of tool calls,
+        which are objects: these get text.
         """
         variants = [conversation]
+        if any(message.part_lengths for message in conversation.messages):
+            variants.append(conversation.with_joined_parts())
         if any(message.null_content for message in conversation.messages):
-            variants.append(conversation.with_empty_content())
+            variants += [variant.with_empty_content() for variant in variants]
         plain = len(variants)
         if any(message.tool_calls for message in conversation.messages):
             variants += [variant.with_text_arguments() for variant in variants]
@@ -94,11 +97,13 @@ class TemplateText:
         for variant in variants:
             try:
                 text = self.apply(variant.messages, variant.tools, prompt)
-                if not _prints_arguments(variant, text) and not self._prints_null(variant, text, prompt):
+                if not _reads_parts(variant, text):
+                    errors.append(BadRecordError("template rewrites", "the chat template does not read content parts"))
+                elif not _prints_arguments(variant, text) and not self._prints_null(variant, text, prompt):
                     return variant, text
-                errors.append(
-                    BadRecordError("template rewrites", "the chat template prints the arguments of a call as Python")
-                )
+                else:
+                    explanation = "the chat template prints the arguments of a call as Python"
+                    errors.append(BadRecordError("template rewrites", explanation))
             except BadRecordError as refused:
                 errors.append(refused)
         raise errors[plain - 1]
@@ -145,6 +150,15 @@ class TemplateText:
     def ignores_tools(self, messages: Sequence[Message], text: str) -> bool:
         """Whether the messages with tools, which gave this text, give the same without."""
         return self.render_or_none(self.as_dicts(messages)) == text
+
+
+def _reads_parts(conversation: Conversation, text: str) -> bool:
+    """Whether the text has each part of contents that are in parts, and not as Python or JSON."""
+    parts = [part for message in conversation.messages if message.part_lengths for part in message.parts]
+    return all(
+        part["text"].strip() in text and str(part) not in text and json.dumps(part, ensure_ascii=False) not in text
+        for part in parts
+    )
 
 
 def _prints_arguments(conversation: Conversation, text: str) -> bool:

@@ -232,11 +232,16 @@ def parse_message(turn: Any, number: int, role_name: str = "role", content_name:
     if turn.get("tools") not in EMPTY_VALUES:
         raise BadRecordError("unsupported key", f"{place} has 'tools'; move them into the record, next to the messages")
     train = parse_train_flag(turn, role, place)
+    parts = turn[content_name] if isinstance(turn.get(content_name), list) else []
+    part_lengths = tuple(len(_part_text(part)) for part in parts) if len(parts) > 1 else ()
     if role != "tool":
         null_content = bool(tool_calls) and turn.get(content_name) is None
-        return Message(role, content, reasoning, tool_calls, train, null_content=null_content)
+        return Message(
+            role, content, reasoning, tool_calls, train, null_content=null_content, part_lengths=part_lengths
+        )
     return Message(
-        role, content, train=train, tool_call_id=_optional_text(turn.get("tool_call_id"), f"{place}: 'tool_call_id'"),
+        role, content, train=train, part_lengths=part_lengths,
+        tool_call_id=_optional_text(turn.get("tool_call_id"), f"{place}: 'tool_call_id'"),
         name=_optional_text(turn.get("name"), f"{place}: 'name'"),
     )  # fmt: skip
 
