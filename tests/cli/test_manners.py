@@ -6,6 +6,7 @@ import io
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,19 @@ def test_settings_are_found_by_any_part_of_their_key_or_meaning(whet: Any) -> No
     assert "train.optimizer.lr" in whet("config", "lr").out
     assert "train.clip_norm" in whet("config", "gradient norm").out
     assert "no setting has 'xyzzy'" in whet("config", "xyzzy").err
+
+
+def test_kinds_and_dtypes_of_exports_are_read_in_any_case(whet: Any) -> None:
+    missing = whet("export", "runs/none", "--to", "GGUF")
+    assert (missing.code, "no such folder" in missing.err) == (1, True)
+    wrong = run_whet("export", "runs/none", "--to", "pickle", "--json")
+    assert "Invalid value for '--to': 'pickle' is not one of 'merged'" in wrong
+
+
+def run_whet(*arguments: str) -> str:
+    """What a process of its own writes to stdout: usage errors are shown by `main`, which the fixture `whet` skips."""
+    command = [sys.executable, "-m", "whet", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def test_a_system_message_for_conversations_without_one(tmp_path: Path, whet: Any) -> None:

@@ -178,7 +178,7 @@ def _run_app() -> None:
             raise
         from whet.core import console
 
-        message = mask_secrets(error.format_message())
+        message = mask_secrets(error.format_message()).replace("Value error, ", "")  # which pydantic puts before it
         if "--json" not in sys.argv[1:]:
             from typer.rich_utils import rich_format_error
 
