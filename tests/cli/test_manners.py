@@ -76,6 +76,15 @@ def test_kinds_and_dtypes_of_exports_are_read_in_any_case(whet: Any) -> None:
     assert "Invalid value for '--to': 'pickle' is not one of 'merged'" in wrong
 
 
+def test_a_setting_given_as_an_option_is_named() -> None:
+    for option, named in (
+        ("--lr=1", "train.optimizer.lr=…"),
+        ("--learning-rate", "such as train.steps=100; `whet config`"),
+    ):
+        assert f". Settings are given as KEY=VALUE: {named}" in run_whet("train", "x.yaml", option, "--json")
+    assert "Settings are" not in run_whet("report", "--lr=1", "--json")
+
+
 def run_whet(*arguments: str) -> str:
     """What a process of its own writes to stdout: usage errors are shown by `main`, which the fixture `whet` skips."""
     command = [sys.executable, "-m", "whet", *arguments]

@@ -157,7 +157,7 @@ def _parse_override(text: str) -> Node:
     key, equals, value = text.partition("=")
     keys = key.strip().split(".")
     if not equals or not all(keys) or len(keys) > _MAX_DEPTH:
-        raise WhetError(f"command line: '{text}' is not of the form KEY=VALUE, such as train.steps=100")
+        raise WhetError(f"command line: '{text}' is not of the form KEY=VALUE, such as train.steps=100, without spaces")
     place = f"command line, {text}"
     node = Node("-", place) if value == "-" else parse_yaml(value, place, numbered=False)  # stdin, not an empty list
     for name in reversed(keys):
