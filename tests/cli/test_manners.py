@@ -85,6 +85,21 @@ def test_a_setting_given_as_an_option_is_named() -> None:
     assert "Settings are" not in run_whet("report", "--lr=1", "--json")
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.sources=[a.jsonl]", "data.sources.0: 'a.jsonl' is not valid: expected {path: a.jsonl}."),
+        ("data.sources=a.jsonl", "data.sources: 'a.jsonl' is not valid: expected [{path: a.jsonl}]."),
+        ("data.sources=[3]", "data.sources.0: 3 is not valid: expected list of sections with path, format,"),
+        ("data.validation={sources: [a, b]}", "data.validation.sources.1: 'b' is not valid: expected {path: b}."),
+    ],
+)
+def test_a_file_in_place_of_a_source_is_shown_as_one(recipe: str, override: str, expected: str) -> None:
+    with pytest.raises(WhetError) as error:
+        read_config(Path(recipe), [override])
+    assert expected in str(error.value)
+
+
 def run_whet(*arguments: str) -> str:
     """What a process of its own writes to stdout: usage errors are shown by `main`, which the fixture `whet` skips."""
     command = [sys.executable, "-m", "whet", *arguments]
