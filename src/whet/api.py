@@ -222,6 +222,9 @@ def _read(recipe: Recipe, overrides: Sequence[str]) -> Config:
     from whet.run.models.model_reference import resolve_model_reference
 
     forget_plugin_records()
+    for each in overrides:
+        if not isinstance(each, str):
+            raise WhetError(f'override {each!r}: give settings as text, such as "train.epochs=2"')
     if isinstance(recipe, Config):
         config = recipe
     elif isinstance(recipe, Mapping):
