@@ -62,6 +62,8 @@ def test_errors_are_exceptions_that_name_the_key(recipe: dict[str, object]) -> N
         whet.train({**recipe, "trian": {}})
     with pytest.raises(whet.WhetError, match=r"train\.steps"):
         whet.check(recipe, "train.steps=none of it")
+    with pytest.raises(whet.WhetError, match=r"override {'train.steps': 3}: give settings as text, such as"):
+        whet.check(recipe, {"train.steps": 3})  # type: ignore[arg-type]
     with pytest.raises(whet.WhetError, match="not a run"):
         whet.load_run("nix")
     with pytest.raises(whet.WhetError, match=r"tags: .* is a set\. Give text, a number, a list or a dict"):

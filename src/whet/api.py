@@ -98,11 +98,11 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     return Run(Path(path))
 
 
-def propose(data: str | os.PathLike[str], model: str = "builtin:smollm2") -> dict[str, Any]:
+def propose(data: str | os.PathLike[str], model: Model = "builtin:smollm2") -> dict[str, Any]:
     """A recipe for a data file, as `whet init` writes it."""
     from whet.preflight.recipe_proposal import nest_settings, propose_recipe
 
-    return nest_settings(propose_recipe(str(data), model))
+    return nest_settings(propose_recipe(str(data), _reference(model)))
 
 
 def prepare(recipe: Recipe, *overrides: str) -> dict[str, Any]:
@@ -222,6 +222,9 @@ def _read(recipe: Recipe, overrides: Sequence[str]) -> Config:
     from whet.run.models.model_reference import resolve_model_reference
 
     forget_plugin_records()
+    for each in overrides:
+        if not isinstance(each, str):
+            raise WhetError(f'override {each!r}: give settings as text, such as "train.epochs=2"')
     if isinstance(recipe, Config):
         config = recipe
     elif isinstance(recipe, Mapping):

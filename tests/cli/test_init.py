@@ -54,6 +54,18 @@ def test_a_spreadsheet_becomes_a_model(fragen: Path, whet: Any) -> None:
     assert (longer.code, "model.path=runs/fragen run.dir=runs/fragen-2" in longer.err) == (1, True)
 
 
+def test_a_run_is_trained_on_with_new_data(fragen: Path, whet: Any, lora_run: Path) -> None:
+    for model in (f"{lora_run}", f"{lora_run}@8"):
+        written = whet("init", "fragen.csv", "--model", model, "--fresh")
+        assert written.code == 0, written.err
+        assert read_config(Path("fragen.yaml")).model.path == model
+    missing = whet("init", "fragen.csv", "--model", f"{lora_run}@9", "--fresh")
+    assert (missing.code, "no such checkpoint" in missing.err) == (1, True)
+    (fragen / "new.jsonl").write_text("".join(f'{{"prompt": "{n}", "completion": "Yes"}}\n' for n in range(9)))
+    trained = whet("train", "new.jsonl", f"model.path={lora_run}", "train.steps=1", "export.at_end=none")
+    assert trained.code == 0, trained.err
+
+
 def test_a_data_file_in_place_of_a_recipe(fragen: Path, whet: Any) -> None:
     refused = whet("train", "fragen.csv", "model.path=builtin:tiny")
     assert refused.code == 1

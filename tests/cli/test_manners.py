@@ -6,6 +6,7 @@ import io
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,43 @@ def test_settings_are_found_by_any_part_of_their_key_or_meaning(whet: Any) -> No
     assert "train.optimizer.lr" in whet("config", "lr").out
     assert "train.clip_norm" in whet("config", "gradient norm").out
     assert "no setting has 'xyzzy'" in whet("config", "xyzzy").err
+
+
+def test_kinds_and_dtypes_of_exports_are_read_in_any_case(whet: Any) -> None:
+    missing = whet("export", "runs/none", "--to", "GGUF")
+    assert (missing.code, "no such folder" in missing.err) == (1, True)
+    wrong = run_whet("export", "runs/none", "--to", "pickle", "--json")
+    assert "Invalid value for '--to': 'pickle' is not one of 'merged'" in wrong
+
+
+def test_a_setting_given_as_an_option_is_named() -> None:
+    for option, named in (
+        ("--lr=1", "train.optimizer.lr=…"),
+        ("--learning-rate", "such as train.steps=100; `whet config`"),
+    ):
+        assert f". Settings are given as KEY=VALUE: {named}" in run_whet("train", "x.yaml", option, "--json")
+    assert "Settings are" not in run_whet("report", "--lr=1", "--json")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.sources=[a.jsonl]", "data.sources.0: 'a.jsonl' is not valid: expected {path: a.jsonl}."),
+        ("data.sources=a.jsonl", "data.sources: 'a.jsonl' is not valid: expected [{path: a.jsonl}]."),
+        ("data.sources=[3]", "data.sources.0: 3 is not valid: expected list of sections with path, format,"),
+        ("data.validation={sources: [a, b]}", "data.validation.sources.1: 'b' is not valid: expected {path: b}."),
+    ],
+)
+def test_a_file_in_place_of_a_source_is_shown_as_one(recipe: str, override: str, expected: str) -> None:
+    with pytest.raises(WhetError) as error:
+        read_config(Path(recipe), [override])
+    assert expected in str(error.value)
+
+
+def run_whet(*arguments: str) -> str:
+    """What a process of its own writes to stdout: usage errors are shown by `main`, which the fixture `whet` skips."""
+    command = [sys.executable, "-m", "whet", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def test_a_system_message_for_conversations_without_one(tmp_path: Path, whet: Any) -> None:

@@ -36,7 +36,7 @@ def test_a_split_is_disjoint_and_covers_everything(count: int, fraction: float, 
 def test_duplicates_are_on_the_same_side(contents: list[int], fraction: float, seed: int) -> None:
     hashes = np.array(contents, dtype=np.uint64)
     if len(set(contents)) < 2:
-        with pytest.raises(WhetError, match="a single conversation cannot be split"):
+        with pytest.raises(WhetError, match=f"{len(contents)} conversations that are all the same cannot"):
             train_validation_split(hashes, fraction, seed)
         return
     train, held = train_validation_split(hashes, fraction, seed)
@@ -61,5 +61,5 @@ def test_the_split_is_pinned() -> None:
 
 @pytest.mark.parametrize("copies", [1, 5])
 def test_one_conversation_cannot_be_split(copies: int) -> None:
-    with pytest.raises(WhetError, match=r"data\.validation\.fraction.*add conversations"):
+    with pytest.raises(WhetError, match=r"data\.validation\.fraction.*add different conversations"):
         train_validation_split(np.full(copies, 7, dtype=np.uint64), 0.5, 0)

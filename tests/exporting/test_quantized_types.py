@@ -35,6 +35,11 @@ PROBES = [list(range(3, 60)), list(range(100, 120))]
 F32 = torch.float32
 
 
+def test_the_names_of_train_precision_are_dtypes() -> None:
+    for kind, asked, meant in (("gguf", "fp16", "f16"), ("merged", "FP32", "f32"), ("merged", "fp64", "f64")):
+        assert choose_dtype(kind, asked, torch.float64, torch.float64).name == meant
+
+
 @pytest.mark.parametrize("asked", ["q4_k_m", "Q4_K_M", "q4_k"])
 def test_types_have_the_names_of_llama_quantize(asked: str) -> None:
     dtype = choose_dtype("gguf", asked, F32, F32)

@@ -131,6 +131,8 @@ def test_gsm8k_is_scored_by_number(write: Write) -> None:
         ([{"prompt": "a", "answer": "b"}, "{"], "my.jsonl:2: not valid JSON"),
         ([{"prompt": "a", "answer": "b"}, [1]], "my.jsonl:2: a record must be an object"),
         ([{"prompt": "a", "answer": "b\ud800"}], "my.jsonl:1: 'answer' contains a lone surrogate"),
+        ([{"prompt": "a"}, {"prompt": "b"}], "my.jsonl, fields: {prompt: NAME, answer: NAME}}]'"),
+        ([{"Frage": "a", "Antwort": "b"}], "my.jsonl, fields: {prompt: Frage, answer: Antwort}}]'"),
         ([{"prompt": "a"}, {"prompt": "b"}], "my.jsonl:1: a record needs a question and a correct answer"),
         (
             [{"question": "a", "choices": ["x", "y"], "answer": 7}],

@@ -229,7 +229,7 @@ def test_a_named_template_is_used(go: Go, folder: Path) -> None:
 
 
 def test_a_missing_template_file_is_an_error(go: Go, folder: Path) -> None:
-    with pytest.raises(WhetError, match=rf"data\.template: {folder}/no\.jinja cannot be read"):
+    with pytest.raises(WhetError, match=rf"data\.template: {folder}/no\.jinja: no such file \(looked in"):
         go(template=f"{folder}/no.jinja")
     assert not (folder / "cache" / "stores").exists()
 

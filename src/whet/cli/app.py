@@ -168,6 +168,20 @@ def _open_standard_streams() -> None:
                 os.dup2(stream.fileno(), number)
 
 
+def _name_setting(error: Any) -> str:
+    """For an unknown option of a command that takes KEY=VALUE: the settings of this name, after a full stop."""
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if option is None or context is None or all(each.name != "overrides" for each in context.command.params):
+        return ""
+    from whet.config import Config
+    from whet.core.config import list_settings
+
+    name = option.lstrip("-").replace("-", "_")
+    keys = [each.key for each in list_settings(Config) if each.key.endswith(f".{name}") and "[]" not in each.key]
+    examples = " or ".join(f"{key}=…" for key in keys[:3]) or "such as train.steps=100"
+    return f". Settings are given as KEY=VALUE: {examples}{'' if keys else '; `whet config` lists them'}"
+
+
 def _run_app() -> None:
     """Parse and run. With --json, a usage error is one JSON object on stdout, too."""
     filter_library_output()
@@ -178,7 +192,8 @@ def _run_app() -> None:
             raise
         from whet.core import console
 
-        message = mask_secrets(error.format_message())
+        said = error.format_message().replace("Value error, ", "")  # which pydantic puts before it
+        message = mask_secrets(said + _name_setting(error))
         if "--json" not in sys.argv[1:]:
             from typer.rich_utils import rich_format_error
 

@@ -30,6 +30,7 @@ def export(
         ExportKind,
         typer.Option(
             "--to",
+            case_sensitive=False,
             help="merged (also called hf): a plain model folder; adapter: only the adapter; gguf: a file for "
             "llama.cpp; megatron, neox, nanochat: a checkpoint for Megatron-Core, GPT-NeoX or nanochat.",
         ),

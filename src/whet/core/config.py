@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from whet.core.display import is_valid_text
 from whet.core.errors import WhetError
 from whet.core.files import resolve_path
-from whet.core.yaml import Expand, Node, Template, parse_yaml, read_yaml
+from whet.core.yaml import Expand, Node, Template, dump_yaml_inline, parse_yaml, read_yaml
 
 ConfigPath = tuple[str | int, ...]
 """The keys and list indices that lead to a value."""
@@ -157,7 +157,7 @@ def _parse_override(text: str) -> Node:
     key, equals, value = text.partition("=")
     keys = key.strip().split(".")
     if not equals or not all(keys) or len(keys) > _MAX_DEPTH:
-        raise WhetError(f"command line: '{text}' is not of the form KEY=VALUE, such as train.steps=100")
+        raise WhetError(f"command line: '{text}' is not of the form KEY=VALUE, such as train.steps=100, without spaces")
     place = f"command line, {text}"
     node = Node("-", place) if value == "-" else parse_yaml(value, place, numbered=False)  # stdin, not an empty list
     for name in reversed(keys):
@@ -228,11 +228,21 @@ def _describe_error(root: type[Section], tree: Node, detail: ErrorDetails) -> st
     if detail["type"] == "value_error":  # raised by a validator of ours, in its own words
         return f"{node.place}: {_format_path(path)}: {node.plain(named=True)!r}: {context['error']}"
     expected = describe_type(field.annotation) if field else "something else"
+    if (given := _as_section(field, node.plain(named=True))) is not None:
+        expected = given if isinstance(path[-1], int) else f"[{given}]"
     limit = f" ({detail['msg'][:1].lower()}{detail['msg'][1:]})" if _is_range_error(detail["type"]) else ""
     return (
         f"{node.place}: {_format_path(path)}: {node.plain(named=True)!r} is not valid{limit}: expected {expected}. "
         f"{_description(field)}"
     )
+
+
+def _as_section(field: FieldInfo | None, value: Any) -> str | None:
+    """How a text is written as an item of a list of sections that require one key; None for other fields and values."""
+    section = _section_type(field)
+    required = [name for name, each in section.model_fields.items() if each.is_required()] if section else []
+    is_list = field is not None and typing.get_origin(_without_none(field.annotation)) is list
+    return dump_yaml_inline({required[0]: value}) if is_list and len(required) == 1 and isinstance(value, str) else None
 
 
 def _is_range_error(kind: str) -> bool:

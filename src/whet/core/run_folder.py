@@ -422,12 +422,23 @@ def _describe_heartbeat(folder: Path) -> str:
     return f"; its last heartbeat was {format_age(time.time() - beat)}" if isinstance(beat, int | float) else ""
 
 
+def not_a_run(path: Path) -> WhetError:
+    """The error for a path that should be a run and has no config.yaml."""
+    hint = suggest_runs(path) or " `whet train CONFIG` and `whet demo` create one"
+    if path.is_dir():
+        what = "it has no config.yaml"
+    else:
+        what = "it is a file" if path.exists() else f"no such folder (in {Path.cwd()})"
+    return WhetError(f"{path}: not a run: {what}. Give the folder of a run.{hint}")
+
+
 def suggest_runs(path: Path) -> str:
-    """For a run folder that does not exist: those with similar names, or the runs here, as a sentence after a space."""
+    """For a path that is no run: if it does not exist, folders with similar names, or else the runs here, as a sentence
+    after a space."""
     with contextlib.suppress(OSError):
         siblings = sorted(each.name for each in path.parent.iterdir() if each.is_dir())
         similar = difflib.get_close_matches(path.name.partition("@")[0], siblings, n=3, cutoff=0.5)
-        if similar:
+        if similar and not path.exists():
             return f" Did you mean {' or '.join(str(path.parent / name) for name in similar)}?"
     runs = sorted(Path("runs").glob("*/config.yaml"), key=lambda file: -file.stat().st_mtime)[:5]
     return f" Runs here: {', '.join(str(file.parent) for file in runs)}" if runs else ""

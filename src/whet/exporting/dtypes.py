@@ -90,8 +90,8 @@ EXPORT_DTYPES = {
 EXACT = "exact"
 QUANTIZER_TYPES = tuple(name for name, dtype in EXPORT_DTYPES.items() if dtype.llama_ftype is not None)
 """What llama.cpp's quantizer offers, except types for models trained with ternary weights."""
-_ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
-"""As llama-quantize has them."""
+_ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
+"""As llama-quantize and train.precision have them."""
 _DTYPES_OF_KIND = {
     "merged": ("f64", "f32", "bf16", "f16"),
     "gguf": ("f32", "bf16", "f16", "q8_0", *QUANTIZER_TYPES),
@@ -100,6 +100,11 @@ _DTYPES_OF_KIND = {
     "nanochat": ("f32", "bf16"),
 }
 _NAME_OF_TORCH_DTYPE = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def dtype_name(requested: str) -> str:
+    """The name of --dtype in small letters, without aliases."""
+    return _ALIASES.get(requested.lower(), requested.lower())
 
 
 def choose_dtype(kind: str, requested: str | None, compute: torch.dtype, weights: torch.dtype) -> ExportDtype:
@@ -112,7 +117,7 @@ def choose_dtype(kind: str, requested: str | None, compute: torch.dtype, weights
             )
         return export_dtype_of(compute)
     if requested is not None:
-        requested = _ALIASES.get(requested.lower(), requested.lower())
+        requested = dtype_name(requested)
     supported = _DTYPES_OF_KIND[kind]
     if requested == EXACT or (requested is None and kind == "nanochat"):
         requested, compute = None, weights

@@ -28,6 +28,7 @@ from whet.data.read.sources import SourceReader, expected_records, propose_sourc
 from whet.model.load.weight_files import locate_model
 from whet.preflight.conflicting_answers import find_conflicting_answers
 from whet.run.data import prepare_data
+from whet.run.models.model_reference import exported_model
 
 DEFAULT_MODEL = "builtin:smollm2"
 _SAMPLED_RECORDS = 2000
@@ -95,15 +96,16 @@ def propose_recipe(path: str, model: str, guess: bool = True) -> list[ProposedSe
     known = find_known(model)
     model_path = known.path if known else model
     source, is_guessed = propose_source(path, guess)
-    data = _summarize(source, is_guessed, model_path, guess)
+    model = exported_model(model_path)  # of a run; the recipe names the run
+    data = _summarize(source, is_guessed, model, guess)
     return [
         ProposedSetting("model.path", model_path, f"{known.billions:g} billion parameters" if known else ""),
-        *_adapter_settings(model_path, known, data),
+        *_adapter_settings(model, known, data),
         *_source_settings(data),
         *([*_bad_record_settings(data), *_duplicate_settings(data)] if guess else []),
         *_validation_settings(data),
         *_length_settings(data),
-        *_training_settings(data, known, is_adapter=_uses_adapter(model_path, known, data)),
+        *_training_settings(data, known, is_adapter=_uses_adapter(model, known, data)),
     ]
 
 

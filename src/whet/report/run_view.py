@@ -16,7 +16,7 @@ from whet.core.checksums import read_hashed_json
 from whet.core.errors import WhetError
 from whet.core.files import resolve_path
 from whet.core.json_lines import describe_lines, read_json_lines
-from whet.core.run_folder import CHECK_FILE, check_run_format, read_status, suggest_runs
+from whet.core.run_folder import CHECK_FILE, check_run_format, not_a_run, read_status
 from whet.core.yaml import read_yaml
 from whet.report.formatting import finite_number, int_or_none
 from whet.report.samples import LoggedSample, SamplePair, as_text, pair_samples
@@ -152,13 +152,7 @@ class RunView:
         folder = Path(folder)
         config = folder / "config.yaml"
         if not config.is_file():
-            if not folder.exists() and (hint := suggest_runs(folder)):
-                raise WhetError(f"{folder}: no such folder (in {Path.cwd()}).{hint}")
-            problem = "it has no config.yaml" if folder.is_dir() else "no such folder"
-            raise WhetError(
-                f"{folder}: not a run: {problem}. Give the folder of a run, such as runs/NAME; `whet train CONFIG` and "
-                "`whet demo` create one"
-            )
+            raise not_a_run(folder)
         check_run_format(folder)
         damage = [f"{path.name}: kept by a resumed run that found damage" for path in sorted(folder.glob("damaged-*"))]
         status = read_status(folder)

@@ -305,6 +305,11 @@ def _read_template(data: DataConfig) -> str | None:
         return None
     try:
         return read_text(path)
+    except FileNotFoundError:
+        raise WhetError(
+            f"data.template: {path}: no such file (looked in {Path.cwd()}). Use auto for the tokenizer's own, or the "
+            "path of a .jinja file"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise WhetError(f"data.template: {path} cannot be read: {error}") from None
 

@@ -23,7 +23,7 @@ from whet.core.errors import WhetError
 from whet.core.files import resolve_path
 from whet.core.run_folder import parse_run_reference, read_status
 from whet.data.render.renderer import Renderer
-from whet.exporting.dtypes import assess_quantization, choose_dtype
+from whet.exporting.dtypes import assess_quantization, choose_dtype, dtype_name
 from whet.exporting.exporter import EXPORT_FORMATS, verify_export, write_export
 from whet.exporting.gguf.gguf_file import GGUFWeights, gguf_file
 from whet.exporting.spec import Certificate, ExportMismatchError, ExportSpec, GenerationSettings
@@ -72,7 +72,7 @@ def export_model(
     kind = KIND_ALIASES.get(request.kind, request.kind)
     if kind not in EXPORT_FORMATS:
         raise WhetError(f"to: {kind!r} is not a kind of export. Use one of {', '.join(EXPORT_FORMATS)}")
-    name = kind if request.dtype is None else f"{kind}-{request.dtype.lower()}"
+    name = kind if request.dtype is None else f"{kind}-{dtype_name(request.dtype)}"
     name = name if is_final else f"{name}-{directory.checkpoint_name(step)}"
     folder = request.out or config.folder / "exports" / name
     _require_replaceable(folder)

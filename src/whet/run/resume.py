@@ -23,7 +23,7 @@ from whet.core.display import holds_secret
 from whet.core.errors import CancelledError, ExitCode, StoppedError, WhetError, os_error
 from whet.core.files import atomic_dir
 from whet.core.heartbeat import read_neighbour_error
-from whet.core.run_folder import VARIABLES_FILE, RunFolder, config_was_edited, suggest_runs, write_config
+from whet.core.run_folder import VARIABLES_FILE, RunFolder, config_was_edited, not_a_run, write_config
 from whet.core.signals import STOPPED_BEFORE_CHECKPOINT, StopRequested, ignore_stop_signals
 from whet.core.yaml import Template, parse_yaml, read_yaml
 from whet.data.prepare.ledger import LEDGER_LINES, has_changes
@@ -223,9 +223,7 @@ def read_run_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     file = path / "config.yaml"
     if not file.exists():
-        if not path.exists() and (hint := suggest_runs(path)):
-            raise WhetError(f"{path}: no such folder (in {Path.cwd()}).{hint}")
-        raise WhetError(f"{path}: not a run: it has no config.yaml. Give the folder of a run, such as runs/demo")
+        raise not_a_run(path)
     config, then = read_config(file, overrides, expand="set").with_folder(path), read_config(file, expand="set")
     for key, old, new in _differences(read_yaml(file, expand="none").plain(), then, VariableHashes(path)):
         if not f"{key}.".startswith(_NOT_NEEDED_FOR_INFERENCE):

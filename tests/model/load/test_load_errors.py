@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from whet.core.errors import WhetError
+from whet.core.run_folder import not_a_run
 from whet.model.config import ModelConfig
 from whet.model.load.builtin_models import builtin_folder
 from whet.model.load.placeholder import build_meta_model
@@ -59,6 +60,18 @@ def test_a_file_is_not_a_model_folder(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(WhetError, match="this is a file; give the folder"):
         locate_model(str(file))
+
+
+def test_a_recipe_is_not_a_model_and_the_runs_here_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "tea").mkdir(parents=True)
+    for file in ("tea.yaml", "runs/tea/config.yaml"):
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(WhetError, match=r"tea\.yaml: this is a file.* of a run\. Runs here: runs/tea$"):
+        locate_model("tea.yaml")
+    for path, what in (("tea.yaml", "it is a file"), ("runs", "it has no config.yaml")):
+        with pytest.raises(WhetError, match=rf"^{path}: not a run: {what}\. .* of a run\. Runs here: runs/tea$"):
+            raise not_a_run(Path(path))
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./nothing/here", "nonsense", "a/b/c"])

@@ -21,7 +21,7 @@ def init(
         ),
     ] = None,
     model: Annotated[
-        str, typer.Option(metavar="MODEL", help="A model folder, a hub id, or a name from --list.")
+        str, typer.Option(metavar="MODEL", help="A model folder, a hub id, a run, or a name from --list.")
     ] = "builtin:smollm2",
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Where to write it; default: NAME.yaml here.")

@@ -31,8 +31,9 @@ def train_validation_split(
     """
     _, first, content, copies = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
     if len(first) < 2:
+        what = "a single conversation" if len(hashes) < 2 else f"{len(hashes):,} conversations that are all the same"
         raise WhetError(
-            "data.validation.fraction: a single conversation cannot be split; add conversations or remove the key"
+            f"data.validation.fraction: {what} cannot be split; add different conversations or remove the key"
         )
     appeared = np.argsort(first)  # in order of appearance, so that the draw does not depend on the hashes
     order = appeared[np.random.default_rng([seed, 0]).permutation(len(first))]

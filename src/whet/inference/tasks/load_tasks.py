@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any, NamedTuple
 
 from whet.core.errors import BadRecordError, WhetError
 from whet.core.files import user_path
+from whet.core.yaml import dump_yaml_inline
 from whet.data.builtin import BUILTIN_GENERATORS
 from whet.data.config import Source
 from whet.data.conversation import BadRecord, Conversation, Message, Origin
 from whet.data.read.containers.container import DecodedRecord, RawRecord
 from whet.data.read.containers.locate import locate_containers
+from whet.data.read.detection import suggest_fields
 from whet.data.read.records import question_formats
 from whet.data.read.records.messages import RECORD_FIELDS, add_system_prompt, parse_message_list
 from whet.data.read.records.record_fields import (
@@ -184,10 +187,13 @@ def _conversation_examples(config: TaskConfig, opening: Messages, count: int, fi
         if "not recognised" not in str(error):
             raise
         keys = ", ".join(map(repr, list(first)[:20])) if isinstance(first, dict) else "no fields"
+        near = suggest_fields([first], {})
+        known = near.fields if near else {}
+        fields = {"prompt": known.get("prompt", "NAME"), "answer": known.get("completion", "NAME")}
+        setting = f"eval.tasks=[{dump_yaml_inline({'path': config.path, 'fields': fields})}]"
         raise WhetError(
             f"{config.path}:1: a record needs a question and a correct answer, such as "
-            f'{{"prompt": "…", "answer": "…"}}; this one has {keys}. Name its fields: fields: {{prompt: NAME, answer: '
-            "NAME}"
+            f'{{"prompt": "…", "answer": "…"}}; this one has {keys}. Name its fields: {shlex.quote(setting)}'
         ) from None
     return [_example_from_conversation(reader.parse(raw), opening) for raw in itertools.islice(reader.records(), count)]
 

@@ -53,7 +53,10 @@ def locate_model(path: str) -> str:
             "that it was made from"
         )
     if folder.is_file():
-        raise WhetError(f"model.path: {path}: this is a file; give the folder that holds the model")
+        raise WhetError(
+            f"model.path: {path}: this is a file; give the folder that holds the model, or that of a run."
+            f"{suggest_runs(folder)}"
+        )
     require_no_typo(path)
     if not is_hub_name(path):
         raise WhetError(

@@ -35,19 +35,27 @@ def resolve_model_reference(config: Config) -> Config:
     found = _parse_run_reference(config.model.path)
     if found is None:
         return config
-    run, which = found
-    before = _recorded_model(config, run, which)
+    before = _recorded_model(config, *found)
     if before is not None:
         require_certified_files(before)
         return _with_model(config, str(before))
+    return _with_model(config, exported_model(config.model.path))
+
+
+def exported_model(path: str) -> str:
+    """The model folder of a run or a checkpoint: an earlier export, or a new one. Any other model path as it is."""
+    found = _parse_run_reference(path)
+    if found is None:
+        return path
+    run, which = found
     step = directory.resolve_step(run / "checkpoints", which)
     with file_lock(run / "exports" / f".{directory.checkpoint_name(step)}.lock"):
         folder = _find_export(run, step)
         if folder is None:
-            info(f"model.path: {config.model.path}: exporting the weights after step {step}")
+            info(f"model.path: {path}: exporting the weights after step {step}")
             folder = _export_in_subprocess(run, step, "--to", "merged", "--dtype", "exact")
     require_certified_files(folder)
-    return _with_model(config, str(resolve_path(folder)))
+    return str(resolve_path(folder))
 
 
 def exported_adapter(run: Path, which: str) -> Path:

@@ -204,6 +204,7 @@ def _name_text_and_answer(record: Record) -> str | None:
 
 
 def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
+    """What the record is, if its structure shows that no format reads it; the first that fits, in this order."""
     keys = record.keys()
     if shape := _name_export(record):
         return f"{shape}. docs/data.md has a line that writes them as messages"
@@ -214,6 +215,30 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
         return _describe_preference(records, pairs[0][0], pairs[1][0])
     if nested := name_messages_inside(record):
         return nested
+    if inside := _name_values(record):
+        return inside
+    if "input_ids" in keys:
+        return (
+            "tokenized records ('input_ids'). whet tokenizes by itself: give the text, or a .bin file (format: tokens)"
+        )
+    choices = lettered_choices(record) if None not in find_names(record) else []
+    if choices := choices or [str(key) for key in keys if CHOICE_COLUMN.fullmatch(str(key))]:
+        return (
+            f"multiple choice with a column per choice ({', '.join(choices[:6])}). Name the columns question, A, B, C, "
+            '… and answer, or write a list: {"question": "…", "choices": ["…", "…"], "answer": 1}'
+        )
+    if split := name_split_record(record):
+        return split
+    if several := next((key for key in _ANSWER_LISTS if isinstance(record.get(key), (list, dict))), None):
+        return (
+            f"several answers to a question ({several!r}). Write a record for each answer that is to be learned: "
+            '{"prompt": "…", "completion": "…"}'
+        )
+    return None
+
+
+def _name_values(record: Record) -> str | None:
+    """A form of conversations that a value of the record has: segments, trees, turns or records of its own."""
     for key, value in record.items():
         if isinstance(value, list) and value and all(_is_segment(each) for each in value):
             return (
@@ -247,23 +272,6 @@ def _name_structure(record: Record, records: Sequence[Record]) -> str | None:
                 "" if isinstance(turns[0], str) else f", or set fields: {{messages: {key}, role: NAME, content: NAME}}"
             )
             return f"{key!r} is a list of {shape[:80]}, not of messages. Write it as {MESSAGES_EXAMPLE}{names}"
-    if "input_ids" in keys:
-        return (
-            "tokenized records ('input_ids'). whet tokenizes by itself: give the text, or a .bin file (format: tokens)"
-        )
-    choices = lettered_choices(record) if None not in find_names(record) else []
-    if choices := choices or [str(key) for key in keys if CHOICE_COLUMN.fullmatch(str(key))]:
-        return (
-            f"multiple choice with a column per choice ({', '.join(choices[:6])}). Name the columns question, A, B, C, "
-            '… and answer, or write a list: {"question": "…", "choices": ["…", "…"], "answer": 1}'
-        )
-    if split := name_split_record(record):
-        return split
-    if several := next((key for key in _ANSWER_LISTS if isinstance(record.get(key), (list, dict))), None):
-        return (
-            f"several answers to a question ({several!r}). Write a record for each answer that is to be learned: "
-            '{"prompt": "…", "completion": "…"}'
-        )
     return None
 
 
