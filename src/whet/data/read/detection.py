@@ -189,16 +189,7 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
         unknown = "" if found else "the format is not recognised: "
         raise WhetError(f"data.sources: {source.path}: {unknown}{shape}")
     chosen = _require_one_match(found, sample, source)
-    shape = _name_unanswered(chosen, sample) or _name_people(chosen, sample) or _name_swapped_roles(chosen, sample)
-    if chosen[0] == "alpaca":
-        shape = name_alpaca_addition(sample, {**fields, **dict(chosen[1])})
-    elif chosen[0] == "multiple-choice":
-        shape = name_choices_from_one(sample, dict(chosen[1]))
-    elif chosen[0] == "prompt-completion":
-        shape = name_addition(sample, dict(chosen[1]))
-    if shape := shape or name_question_elsewhere(chosen[0], {**fields, **dict(chosen[1])}, sample):
-        raise WhetError(f"data.sources: {source.path}: {shape}")
-    if chosen[0] == "text" and (shape := name_json_text(sample[0], dict(chosen[1])["text"])):
+    if shape := _name_misread(chosen, {**fields, **dict(chosen[1])}, sample):
         raise WhetError(f"data.sources: {source.path}: {shape}")
     marks = [find_chat_marker(record, dict(chosen[1])["text"]) for record in sample] if chosen[0] == "text" else []
     if any(marks):
@@ -209,6 +200,23 @@ def detect_format(sample: Sequence[Any], places: Sequence[str], source: Source) 
             "to train on every token, set format: text"
         )
     return _make_detected(chosen, sample, source)
+
+
+def _name_misread(chosen: FormatMatch, names: Mapping[str, str], sample: Sequence[Any]) -> str | None:
+    """What reading the records in the format that they have would lose or turn round."""
+    match chosen[0]:
+        case "alpaca":
+            shape = name_alpaca_addition(sample, names)
+        case "multiple-choice":
+            shape = name_choices_from_one(sample, names)
+        case "prompt-completion":
+            shape = name_addition(sample, names)
+        case "text":
+            shape = name_json_text(sample[0], names["text"])
+        case _:
+            shape = _name_unanswered(chosen, sample) or _name_people(chosen, sample)
+            shape = shape or _name_swapped_roles(chosen, sample)
+    return shape or name_question_elsewhere(chosen[0], names, sample)
 
 
 def _name_misfit(detected: DetectedFormat, sample: Sequence[Any]) -> str | None:

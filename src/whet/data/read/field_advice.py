@@ -65,7 +65,7 @@ def _used_keys(form: str, names: Mapping[str, str], sample: Sequence[Any]) -> di
 def name_question_elsewhere(form: str, names: Mapping[str, str], sample: Sequence[Any]) -> str | None:
     """A text that is not read, if all questions are the same although the answers and this text differ."""
     records, questions, answers = [], set(), set()
-    for record in sample:
+    for record in sample if len(sample) >= _MIN_SAME else ():
         with contextlib.suppress(BadRecordError):
             parsed = FORMATS[form].parse(record, FORMATS[form].resolve_names(names), Origin("", 0))
             if isinstance(parsed, Conversation) and isinstance(record, dict):
