@@ -166,6 +166,10 @@ def old_results(desk: Desk) -> None:
     desk.whet("eval", "runs/old", "--tasks", "my.jsonl", "--out", "runs/old/evals/step-000100.json", "eval.examples=2")
 
 
+def new_data(desk: Desk) -> None:
+    shutil.copyfile("my.jsonl", "new.jsonl")
+
+
 def paused(desk: Desk) -> None:
     """runs/my, stopped in the middle."""
     shutil.rmtree("runs/my", ignore_errors=True)
@@ -350,7 +354,7 @@ PLACES: dict[str, Place] = {
     "bench.md": Place((bench_model,), {"^smollm-135m$": "small"}),
     "chat.md": Place((adapters("out/legal", "out/poems"),), TINY, SAY),
     "check.md": Place(),
-    "checkpoints.md": Place((paused, recipe("new.yaml"))),
+    "checkpoints.md": Place((paused, recipe("new.yaml"), new_data)),
     "clouds.md": Place(more={"launch": ["train.batch={rows: 64}"]}),
     "coming-from.md": Place((foreign_config,)),
     "dash.md": Place(words=TINY, prepare=(other_runs("shared/runs/a"),)),
