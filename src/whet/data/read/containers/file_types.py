@@ -21,11 +21,10 @@ from whet.data.read.containers.json_files import (
     JsonArrayFile,
     JsonLinesFile,
     JsonObjectFile,
-    is_list_of_records,
-    is_record,
 )
 from whet.data.read.containers.text_files import CsvFile, TextFile, is_table
 from whet.data.read.containers.token_files import TokenFile
+from whet.data.read.records.formats import is_list_of_records, is_record
 from whet.data.read.records.record_shapes import find_records_inside
 
 _JSONL_SUFFIXES, _JSON_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines"), (".json",)

@@ -27,7 +27,7 @@ from whet.data.read.containers.container import (
     record_too_long,
     unique_keys,
 )
-from whet.data.read.records.formats import FORMATS
+from whet.data.read.records.formats import MESSAGE_KEYS, is_list_of_records, is_record
 from whet.data.read.records.messages import RECORD_FIELDS
 from whet.data.read.records.question_formats import MORE_THAN_A_PROMPT
 from whet.data.read.records.question_shapes import find_names
@@ -147,7 +147,6 @@ def _require_end_of_file(rest: bytes, stream: IO[bytes], name: str) -> None:
         rest = stream.read(_ARRAY_CHUNK_BYTES)
 
 
-_MESSAGE_KEYS = {"role", "from"}
 _SHARED = {*RECORD_FIELDS["system"], *RECORD_FIELDS["tools"], *MORE_THAN_A_PROMPT, "text"}
 """What an object may have once for all of its records."""
 
@@ -181,7 +180,7 @@ class JsonObjectFile(Container):
                 f"data.sources: {self.name}: a chat between people, as Telegram, Facebook and Instagram export it. "
                 "docs/data.md has a script that writes it as messages"
             )
-        is_one = is_record(whole) or not _MESSAGE_KEYS.isdisjoint(whole)
+        is_one = is_record(whole) or not MESSAGE_KEYS.isdisjoint(whole)
         lists = {} if is_one else {key: value for key, value in whole.items() if is_list_of_records(value)}
         if self._split is not None:
             if self._split not in lists:
@@ -254,18 +253,3 @@ def _is_messenger_export(whole: dict[str, Any]) -> bool:
             if isinstance(each, dict) and not {"from_id", "sender_name"}.isdisjoint(each):
                 return True
     return False
-
-
-def is_record(whole: dict[str, Any]) -> bool:
-    """Whether an object is a conversation: its tools are a list of objects, too."""
-    return any(form.recognise(whole, {}) for name, form in FORMATS.items() if name not in ("text", "marked"))
-
-
-def is_list_of_records(value: Any) -> bool:
-    """False for the messages of one conversation, which are a list of objects, too."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, dict) for item in value)
-        and _MESSAGE_KEYS.isdisjoint(value[0])
-    )

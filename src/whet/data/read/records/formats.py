@@ -222,3 +222,22 @@ FORMATS: dict[str, RecordFormat] = {
 def parser_of(name: str, calculator: str) -> RecordParser:
     """The parser of a format."""
     return parse_gsm8k_calls if name == "gsm8k" and calculator == "calls" else FORMATS[name].parse
+
+
+MESSAGE_KEYS = {"role", "from"}
+"""Keys that a message has and a record has not."""
+
+
+def is_record(whole: dict[str, Any]) -> bool:
+    """Whether an object is a conversation: its tools are a list of objects, too."""
+    return any(form.recognise(whole, {}) for name, form in FORMATS.items() if name not in ("text", "marked"))
+
+
+def is_list_of_records(value: Any) -> bool:
+    """False for the messages of one conversation, which are a list of objects, too."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, dict) for item in value)
+        and MESSAGE_KEYS.isdisjoint(value[0])
+    )

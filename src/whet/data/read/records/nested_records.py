@@ -7,8 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from whet.data.read.containers.json_files import is_record
-from whet.data.read.records.formats import FORMATS
+from whet.data.read.records.formats import FORMATS, is_record
 from whet.data.read.records.messages import MESSAGES_EXAMPLE, is_turn_list
 
 TURN_LISTS = (*FORMATS["messages"].required["messages"], "data", "utterances")

@@ -10,8 +10,7 @@ from typing import Any
 
 from whet.core.errors import BadRecordError
 from whet.data.conversation import Conversation, Origin
-from whet.data.read.containers.json_files import is_list_of_records, is_record
-from whet.data.read.records.formats import FORMATS, begins_chat
+from whet.data.read.records.formats import FORMATS, begins_chat, is_list_of_records, is_record
 from whet.data.read.records.messages import MESSAGES_EXAMPLE, TEXT_KEYS, is_turn_list
 from whet.data.read.records.nested_records import (
     TURN_LISTS,
